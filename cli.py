@@ -1,0 +1,68 @@
+"""Command lines from typed dataclasses; a user's mistake is one line on stderr and exit status 2.
+
+Every script's options are one dataclass with a comment or docstring per field: `cfg = cli.parse(Config, __doc__)`.
+What is wrong before the expensive part starts (options, files, labels, shapes) is raised anywhere below as
+ValueError or OSError and reported by `with cli.user_errors():`. NANORPP_TRACEBACK=1 shows the full traceback.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import sys
+
+import tyro
+
+
+def parse(config_class, doc, argv=None):
+    """Returns `config_class` filled from `argv` (default: sys.argv). Unknown or malformed options exit with
+    status 2 and one line that names the option and the nearest one that exists."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(config_class, args=argv, description=doc,
+                            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalRequiredArgs))
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        fail(_first_paragraph(captured.getvalue()) + _suggestion(config_class, argv) + " (--help lists the options)")
+
+
+def _first_paragraph(boxed):
+    """The message of tyro's boxed error, without the frame and the hints below it."""
+    lines = []
+    for line in boxed.splitlines()[1:]:                     # [0] is the frame's title
+        text = line.strip("│ ").strip()
+        if not text.strip("─╰╯ "):
+            break
+        lines.append(text)
+    return " ".join(lines) or "the command line could not be read"
+
+
+def _suggestion(config_class, argv):
+    known = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
+    given = [a.split("=")[0].replace("_", "-") for a in argv if a.startswith("--")]
+    unknown = [a for a in given if a not in known and a != "--help"]
+    near = [m for a in unknown for m in difflib.get_close_matches(a, known, n=1)]
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def fail(message):
+    """One line on stderr (once per machine under torchrun), exit status 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        script = os.path.basename(sys.argv[0]) or "nanorpp"
+        print(f"{script}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def user_errors():
+    """Around set-up code: ValueError and OSError become one line and exit status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("NANORPP_TRACEBACK"):
+            raise
+        fail(error)
