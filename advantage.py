@@ -1,23 +1,24 @@
 """Advantages: which population, which ddof, which epsilon, and where the KL goes.
 
-    algorithm              centre                       scale                          population            KL to the reference
-    ---------------------  ---------------------------  -----------------------------  --------------------  -----------------------
-    grpo                   group mean, own included     group std (ddof 1) + 1e-6      the group             k2 as a separate loss
-    reinforce_pp           mean of all valid tokens     std of all valid tokens        all ranks, all        k1 in the token reward,
-                                                        (ddof 0), var floored 1e-8     valid tokens          no KL loss
-    reinforce_pp_baseline  group mean, own included,    as reinforce_pp; no group std  as reinforce_pp       k2 as a separate loss
-                           then mean of all tokens
+    algorithm              centre                   scale                       population          KL to the reference
+    ---------------------  -----------------------  --------------------------  ------------------  -------------------
+    grpo                   group mean, own incl.    group std (ddof 1) + 1e-6   the group           k2, a separate loss
+    reinforce_pp           mean of all tokens       std of all tokens (ddof 0), every valid token   k1, in the reward;
+                                                    variance floored at 1e-8    of every rank       no KL loss
+    reinforce_pp_baseline  group mean, own incl.,   as reinforce_pp;            as reinforce_pp     k2, a separate loss
+                           then mean of all tokens  no group std
 
 In symbols, for response i and position t with mask m (1 iff the policy sampled that token):
 
-    reinforce_pp           r_it = -beta (logp_old - logp_ref) + [t = last(i)] R_i;  G_it = sum_{u>=t} gamma^(u-t) r_iu
+    reinforce_pp           r_it = -beta (logp_old - logp_ref) + [t = last(i)] R_i
+                           x_it = sum_{u>=t} gamma^(u-t) r_iu             (the return G_it)
     reinforce_pp_baseline  x_it = R_i - mean(R of the group)                        (token KL never enters)
     both                   A_it = (x_it - mean) * rsqrt(max(var, 1e-8)) over every (rank, i, t) with m = 1
     grpo                   A_it = (R_i - mean(group)) / (std(group) + 1e-6)
 
-To add an algorithm: one row in ALGORITHMS and, if it shapes rewards differently, one branch in compute_advantages.
+To add an algorithm: a row in ALGORITHMS and, if it shapes rewards anew, a branch in compute_advantages.
 Torch only: lift this file into another project as it is. Letters: B responses of this rank, T positions.
-Sources: REINFORCE++ (arXiv 2501.03262), GRPO (arXiv 2402.03300); docs/algorithms.md derives and compares them.
+Sources: REINFORCE++ (arXiv 2501.03262), GRPO (arXiv 2402.03300); docs/algorithms.md derives them.
 """
 
 import dataclasses
@@ -56,8 +57,8 @@ def shape_rewards(rewards, logp_old, logp_ref, mask, kl_coef):
 
 
 def discounted_returns(token_rewards, mask, gamma=1.0):
-    """G_it = sum_{u>=t} gamma^(u-t) r_iu, [B,T] -> [B,T]. Holes in the mask carry no reward and still cost a factor
-    of gamma (the exponent counts positions); G is exactly 0 where the mask is 0."""
+    """G_it = sum_{u>=t} gamma^(u-t) r_iu, [B,T] -> [B,T]. Holes in the mask carry no reward and still cost a
+    factor of gamma (the exponent counts positions); G is exactly 0 where the mask is 0."""
     mask = mask.bool()
     reward = torch.where(mask, token_rewards, 0)
     returns, running = torch.zeros_like(reward), torch.zeros_like(reward[:, 0])

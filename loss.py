@@ -5,8 +5,8 @@
     L       = (1/B) sum_i (1/max(L_i, 1)) sum_t m_it x_it,  B = responses of ALL ranks        response_mean
 
 Why k2 as the loss: on-policy its gradient is exactly that of KL(pi || ref); k1 as a differentiable loss has zero
-expected gradient, k3 follows another divergence (docs/algorithms.md, arXiv 2503.01491; tests/test_loss.py). k1
-belongs into the reward (advantage.py).
+expected gradient and k3 follows another divergence (docs/algorithms.md; shown on three tokens in the tests). k1
+belongs into the reward (advantage.py). The names k1, k2, k3 are Schulman's ("Approximating KL divergence", 2020).
 Everything outside the mask is selected away before exp and before any product, so that NaN or Inf in padding
 reaches neither the value nor the gradient. No dual clip, no clamp on the policy ratio: a NaN on a valid token stays
 visible and stops the step. Torch only. Letters: B responses, T positions; mask[b,t] = 1 iff the policy sampled it.
@@ -40,6 +40,13 @@ def kl_k1(logp, logp_ref, mask):
 def kl_k2(logp, logp_ref, mask):
     """0.5 (logp - logp_ref)^2, unclamped; d k2 / d logp = logp - logp_ref. [B,T] -> [B,T]"""
     return 0.5 * _difference(logp, logp_ref.detach(), mask).square()
+
+
+def kl_k3(logp, logp_ref, mask):
+    """exp(-d) - 1 + d with d = logp - logp_ref: unbiased, never negative, for comparison only (no algorithm here
+    trains on it). |d| is limited to 20, where the exponential would leave fp32. [B,T] -> [B,T]"""
+    d = _difference(logp, logp_ref.detach(), mask).clamp(-20, 20)
+    return torch.expm1(-d) + d
 
 
 def response_mean(x, mask, total_responses):

@@ -1,0 +1,87 @@
+"""Processes: the group, sums over ranks, gathered objects, and printing once.
+
+torchrun is the engine, on one machine or many; without it everything here is the identity. Gloo on CPU, NCCL on
+CUDA. Reductions are SUM of fp32 or fp64 only (Gloo has no AVG and no bf16); means are sums divided by sums.
+"""
+
+import contextlib
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def pick_device(name="auto"):
+    """'auto' is this process's CUDA device when there is one, else the CPU. ValueError for one that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if not torch.cuda.is_available() or local >= torch.cuda.device_count():
+            raise ValueError(f"--device cuda: process {local} of this machine has no GPU "
+                             f"({torch.cuda.device_count()} visible); use --device cpu or fewer processes")
+        return torch.device("cuda", local)
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device mps: not available on this machine; use --device cpu")
+    if name not in ("cpu", "mps"):
+        raise ValueError(f"--device {name}: not supported; use auto, cpu, cuda or mps")
+    return torch.device(name)
+
+
+@contextlib.contextmanager
+def process_group(device, timeout_minutes):
+    """Joins torchrun's process group, if this process is part of one, and leaves it at the end. A collective that
+    waits longer than the time-out ends the job; `stage` tells the log which step it was."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                timeout=datetime.timedelta(minutes=timeout_minutes))
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def stage(name):
+    """Around code with collectives: a failure (a time-out, a lost peer) says which stage of which step it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() > 1:
+            print(f"[rank {rank()}] failed in {name}: {str(error).splitlines()[0]}", flush=True)
+        raise
+
+
+def all_sum(values, device):
+    """{name: number or 0-dim tensor} summed over ranks in one fp64 collective, on every rank -> {name: float}."""
+    on = torch.device("cpu") if device.type == "mps" else device
+    total = torch.stack([torch.as_tensor(v, dtype=torch.float64).to(on) for v in values.values()])
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def gather_objects(obj):
+    """List of every rank's object, in rank order, on every rank (pickle between our own processes only)."""
+    if world_size() == 1:
+        return [obj]
+    out = [None] * world_size()
+    dist.all_gather_object(out, obj)
+    return out
+
+
+def print0(*args, **kwargs):
+    if rank() == 0:
+        print(*args, **{"flush": True, **kwargs})
