@@ -1,0 +1,236 @@
+"""pass@k of a model on a frozen subset of a data set.
+
+    python evaluate.py --model out/run/step_000060                      # the tiny test set, 256 rows x 4 samples
+    torchrun --nproc-per-node 4 evaluate.py --model Qwen/Qwen3-0.6B --data openai/gsm8k --split test --thinking
+    python evaluate.py --model DIR --out results/eval                   # killed? the same command goes on
+
+The rows are the first N of a seeded permutation; the SHA-256 of their questions and labels is in the result. Every
+prompt counts exactly once, whatever the number of processes; sampling noise is keyed by (seed, row, sample), so
+the responses do not depend on it either (up to rounding ties of the batched products). Truncated responses are graded like any other; unparsed answers and grader errors stay in the
+denominator. No training options, no weights are changed.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import cli
+import data
+import distributed
+import reward
+from model import load_model, local_folder
+from sample import Sampler, Sampling
+
+CHUNK = 64          # prompts between two appends to responses.jsonl: what a kill can lose
+
+
+def pass_at_k(n, c, k):
+    """Unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that k draws hold a right one, from c right of n
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n: fewer samples than draws say nothing."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs {k} samples or more and 0 <= right <= samples; got {c} right of {n}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def powers_of_two(n):
+    return [2 ** i for i in range(n.bit_length())]          # 1, 2, 4, ... <= n
+
+
+def summarize(records, samples, k_list=None):
+    """The figures of one evaluation from its records ({row, sample, verdict, finish, length}), `samples` per row.
+
+    pass@k is per prompt, then the mean over prompts; its 95 % interval is normal over prompts. decoding_noise is
+    the standard error that resampling the same prompts would show: sqrt(mean[p(1-p)] / (samples * prompts)), with
+    p(1-p) estimated without bias by c(n-c) / (n(n-1)); None for one sample.
+    """
+    right, kinds = Counter(), Counter(r["verdict"] for r in records)
+    for r in records:
+        right[r["row"]] += r["verdict"] == "right"
+    per_prompt = [[row, samples, right[row]] for row in sorted(right)]
+    prompts = len(per_prompt)
+    if len(records) != samples * prompts:
+        raise ValueError(f"{len(records)} records are not {samples} samples for each of {prompts} prompts")
+    out = {}
+    for k in k_list or powers_of_two(samples):
+        out[f"pass@{k}"] = sum(pass_at_k(n, c, k) for _, n, c in per_prompt) / prompts
+    mean = out.get("pass@1", sum(c for *_, c in per_prompt) / len(records))
+    spread = sum((c / n - mean) ** 2 for _, n, c in per_prompt) / max(prompts - 1, 1)
+    half = 1.959964 * math.sqrt(spread / prompts)
+    noise = sum(c * (n - c) for _, n, c in per_prompt)
+    return out | {
+        "pass@1_ci95": [max(mean - half, 0.0), min(mean + half, 1.0)],
+        "decoding_noise": math.sqrt(noise / (samples * (samples - 1) * prompts) / (samples * prompts))
+        if samples > 1 else None,
+        "truncation": sum(r["finish"] != "stop" for r in records) / len(records),
+        "mean_length": sum(r["length"] for r in records) / len(records),
+        "right": kinds["right"], "wrong": kinds["wrong"], "unparsed": kinds["unparsed"],
+        "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": samples,
+        "per_prompt": per_prompt}
+
+
+def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
+             done=(), on_chunk=None):
+    """Records of every (row, sample), sorted, on every rank: {row, sample, text, reward, verdict, finish, length}.
+
+    `done` holds records of rows that need no new run; `on_chunk(records)` sees each finished chunk (rank 0 writes
+    it). The ranks share each chunk's prompts and meet once a chunk."""
+    have = {r["row"] for r in done}
+    todo, records = [row for row in rows if row not in have], list(done)
+    rank, world = distributed.rank(), distributed.world_size()
+    for first in range(0, len(todo), CHUNK * world):
+        mine = todo[first:first + CHUNK * world][rank::world]
+        prompts = [data.prompt_ids(tokenizer, problems[row].question, thinking) for row in mine]
+        responses = sampler.generate(prompts, mine, samples, seed=seed, step=0, sampling=sampling)
+        texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for r in responses]
+        verdicts = grader.grade(texts, [problems[r.row].label for r in responses],
+                                [problems[r.row].question for r in responses])
+        part = [{"row": r.row, "sample": r.sample, "text": text, "reward": v.reward, "verdict": v.kind,
+                 "finish": r.finish, "length": len(r.tokens)}
+                for r, text, v in zip(responses, texts, verdicts, strict=True)]
+        chunk = sorted((r for share in distributed.gather_objects(part) for r in share), key=_order)
+        records += chunk
+        if on_chunk:
+            on_chunk(chunk)
+    return sorted(records, key=_order)
+
+
+def _order(record):
+    return record["row"], record["sample"]
+
+
+def subset_sha256(problems, rows):
+    """SHA-256 over the materialized subset: one JSON line [row, question, label] per row, in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        line = json.dumps([row, problems[row].question, problems[row].label], ensure_ascii=False)
+        digest.update(line.encode("utf-8") + b"\n")
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ command line
+@dataclasses.dataclass
+class Config:
+    model: str = "tiny/model"
+    """model folder (a checkpoint of a run is one) or hub name"""
+    data: str = "tiny/test.jsonl"
+    """JSONL or parquet file, folder of shards, or hub data set"""
+    split: str = "test"
+    """split, where the data source has several"""
+    question_key: str = "question"
+    answer_key: str = "answer"
+    rows: int = 256
+    """prompts: the first of a permutation seeded with --seed (0: all)"""
+    samples: int = 4
+    """responses per prompt"""
+    k: tuple[int, ...] = ()
+    """the k of pass@k (default 1, 2, 4, ... up to --samples)"""
+    seed: int = 29
+    """sampling noise and choice of rows"""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 1024
+    thinking: bool = True
+    """let the chat template open a thinking block (--no-thinking: not)"""
+    reward: str = "math"
+    """'math', or file.py:function"""
+    reward_workers: int = 4
+    """processes for symbolic answers and own functions"""
+    slots: int = 64
+    """responses decoded at a time"""
+    device: str = "auto"
+    dtype: str = "auto"
+    """auto (bfloat16 on CUDA, else float32), float32, bfloat16"""
+    timeout_minutes: float = 60.0
+    """how long a process waits for a slower one"""
+    out: str = ""
+    """folder for responses.jsonl and summary.json (none: print only)"""
+
+
+def resume_records(folder, identity, samples):
+    """Complete rows of an earlier, killed run of the same evaluation. ValueError when the folder holds another."""
+    settings, path = folder / "settings.json", folder / "responses.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not settings.exists():
+        settings.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    elif json.loads(settings.read_text(encoding="utf-8")) != identity:
+        raise ValueError(f"{folder}: holds another evaluation (settings.json differs); choose a new --out")
+    rows = {}
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:          # empty, or cut by the kill
+            continue
+        rows.setdefault(record["row"], {})[record["sample"]] = record
+    return [r for by_sample in rows.values() if len(by_sample) == samples for r in by_sample.values()]
+
+
+def write_records(path, records, mode="w"):
+    target = path if mode == "a" else path.with_suffix(".tmp")
+    with open(target, mode, encoding="utf-8", newline="\n") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    if mode == "w":
+        os.replace(target, path)
+
+
+def table(summary):
+    keys = [k for k in summary if k.startswith("pass@") and "_" not in k]
+    lo, hi = summary["pass@1_ci95"]
+    noise = summary["decoding_noise"]
+    return "\n".join([
+        f"{summary['prompts']} prompts x {summary['samples']} samples   "
+        + "   ".join(f"{k} {summary[k]:.4f}" for k in keys),
+        f"pass@1 95 % interval over prompts [{lo:.4f}, {hi:.4f}]   decoding noise "
+        + ("n/a" if noise is None else f"{noise:.4f}"),
+        f"right {summary['right']}   wrong {summary['wrong']}   unparsed {summary['unparsed']}   "
+        f"grader errors {summary['errors']}   truncated {summary['truncation']:.1%}   "
+        f"mean length {summary['mean_length']:.1f} tokens"])
+
+
+def main(cfg):
+    with cli.user_errors():
+        device = distributed.pick_device(cfg.device)
+        sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+        if cfg.samples < 1 or any(not 1 <= k <= cfg.samples for k in cfg.k):
+            raise ValueError(f"--k {' '.join(map(str, cfg.k))}: every k lies between 1 and --samples {cfg.samples}")
+        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, reward.read_label, split=cfg.split)
+        rows = data.subset_rows(len(problems), cfg.rows or len(problems), cfg.seed)
+        folder = local_folder(cfg.model)
+        tokenizer = data.load_tokenizer(folder)
+        model = load_model(folder, device=device)
+        identity = {k: v for k, v in dataclasses.asdict(cfg).items()
+                    if k not in ("out", "slots", "device", "timeout_minutes", "reward_workers", "model", "data")}
+        identity = json.loads(json.dumps(identity)) | {
+            "model": folder.resolve().name, "data": Path(cfg.data).name,
+            "weights_sha256": data.file_sha256(sorted(folder.glob("*.safetensors"))),
+            "subset_sha256": subset_sha256(problems, rows)}
+        done = resume_records(Path(cfg.out), identity, cfg.samples) if cfg.out else []
+    started, done_before = time.time(), len(done)
+    with distributed.process_group(device, cfg.timeout_minutes), \
+            reward.Grader(cfg.reward, workers=cfg.reward_workers) as grader:
+        sampler = Sampler(model, data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer), cfg.slots, cfg.dtype)
+        out = Path(cfg.out) if cfg.out and distributed.rank() == 0 else None
+        if out:
+            write_records(out / "responses.jsonl", done)
+        records = evaluate(sampler, tokenizer, problems, rows, grader, cfg.samples, cfg.seed, sampling, cfg.thinking,
+                           done, (lambda part: write_records(out / "responses.jsonl", part, "a")) if out else None)
+        summary = {**summarize(records, cfg.samples, cfg.k), "settings": identity, "seed": cfg.seed,
+                   "subset_sha256": identity["subset_sha256"]}
+        if out:
+            write_records(out / "responses.jsonl", records)
+            (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n",
+                                              encoding="utf-8")
+        distributed.print0(table(summary))
+        distributed.print0(f"{time.time() - started:.1f} s"
+                           + (f", {done_before} responses from before" if done_before else "")
+                           + (f", results in {cfg.out}" if cfg.out else ""))
+
+
+if __name__ == "__main__":
+    main(cli.parse(Config, __doc__))

@@ -1,0 +1,468 @@
+"""The training loop: rollout, reward, reference, old, advantage, update, log, save.
+
+    python train.py                                                      # the tiny run on a laptop, two minutes
+    torchrun --nproc-per-node 8 train.py --algo reinforce_pp_baseline    # 8 processes: one GPU each, or CPU + Gloo
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py ...
+    runs/qwen3_0.6b_gsm8k.sh grpo 42                                     # Qwen3-0.6B on GSM8K, the frozen workload
+
+The contract: one closed, synchronous rollout batch per step; every random draw is a function of (seed, step, prompt
+row, sample, position), so that neither the number of processes nor a resume changes it; fp32 master weights; one
+gradient synchronization per update; every loss is a mean over the responses of all ranks. What it does not do:
+no critic, no replay, no LoRA, no tensor or pipeline parallelism, no asynchronous rollouts.
+Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the policy sampled token t of response b.
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import cli
+import data
+import distributed
+import evaluate
+import reward
+import runlog
+from advantage import ALGORITHMS, ALIASES, compute_advantages
+from learner import (accumulate_gradients, batch_logp, make_batch, make_optimizer, optimizer_step,
+                     update_minibatches)
+from loss import response_mean
+from model import ModelConfig, load_model, local_folder, varlen_kernel
+from sample import Sampler, Sampling
+
+INTERRUPTED = 75        # exit status after SIGTERM, SIGINT or SIGUSR1: saved, run again with --resume
+MAY_CHANGE = {"steps", "save_every", "keep", "out", "resume", "device", "timeout_minutes", "reward_workers",
+              "reward_concurrency", "tensorboard", "slots", "max_tokens_per_device", "offload_ref", "zero",
+              "activation_checkpointing", "max_skipped"}        # on --resume; anything else would change the run
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+@dataclasses.dataclass
+class Config:
+    # --- what
+    algo: Literal[(*ALGORITHMS, *ALIASES)] = "reinforce_pp_baseline"
+    """the table in advantage.py says what each does"""
+    model: str = "tiny/model"
+    """start and reference: a Hugging Face folder, a checkpoint of a run, or a hub name"""
+    train_data: str = "tiny/train.jsonl"
+    """JSONL or parquet file, folder of shards, or hub data set"""
+    eval_data: str = "tiny/test.jsonl"
+    """as train_data, for the evaluation before and after ('' for none)"""
+    question_key: str = "question"
+    answer_key: str = "answer"
+    reward: str = "math"
+    """'math' (boxed or #### answers, exact), or file.py:function"""
+    out: str = ""
+    """run folder (default out/ALGO-seedSEED)"""
+    resume: bool = False
+    """go on from the newest complete checkpoint in the run folder; start when there is none"""
+    # --- budget
+    steps: int = 60
+    """rollouts"""
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 8
+    """K, the group"""
+    max_new_tokens: int = 80
+    updates_per_rollout: int = 1
+    """mini-batches a rollout is cut into; must divide prompts x samples"""
+    epochs: int = 1
+    """passes over each rollout"""
+    # --- objective
+    lr: float = 1e-4
+    kl_coef: float | None = None
+    """weight of the KL to the reference (default 0.01)"""
+    no_kl: bool = False
+    """no reference model at all"""
+    clip: float = 0.2
+    """PPO clip of the ratio"""
+    gamma: float | None = None
+    """discount of the token reward, reinforce_pp only (default 1)"""
+    temperature: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """not on norms"""
+    grad_clip: float = 1.0
+    """global L2 norm"""
+    thinking: bool = True
+    """let the chat template open a thinking block (--no-thinking: not)"""
+    # --- randomness
+    seed: int = 42
+    """sampling noise"""
+    data_seed: int = 42
+    """prompt order, shared by the arms of a comparison"""
+    # --- evaluation
+    eval_rows: int = 256
+    eval_samples: int = 4
+    eval_seed: int = 29
+    # --- machine
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the computation; auto: bfloat16 on CUDA, else float32. Master weights are always float32"""
+    max_tokens_per_device: int = 4096
+    """tokens of one micro-batch, shared prompts counted once"""
+    slots: int = 128
+    """responses decoded at a time on each device"""
+    activation_checkpointing: bool = False
+    offload_ref: bool = False
+    """keep the reference model on the CPU between uses"""
+    zero: bool = False
+    """shard the optimizer state over the ranks"""
+    timeout_minutes: float = 30.0
+    """how long a collective waits for the slowest rank"""
+    reward_workers: int = 4
+    reward_concurrency: int = 16
+    # --- files
+    save_every: int = 0
+    """steps between checkpoints (0: only the last, -1: none)"""
+    keep: int = 0
+    """newest checkpoints to keep (0: all)"""
+    max_skipped: int = 3
+    """updates in a row with a non-finite gradient before the run stops"""
+    tensorboard: bool = True
+
+
+def resolve(cfg):
+    """Defaults that depend on others, and every refusal that needs no file. ValueError names the option."""
+    algo = ALGORITHMS[ALIASES.get(cfg.algo, cfg.algo)]
+    for name in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "updates_per_rollout", "epochs",
+                 "max_tokens_per_device", "slots", "eval_samples", "temperature", "lr", "grad_clip", "max_skipped"):
+        if not getattr(cfg, name) > 0 or not math.isfinite(getattr(cfg, name)):
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be positive")
+    if algo.grouped and cfg.samples_per_prompt < 2:
+        raise ValueError(f"--samples-per-prompt {cfg.samples_per_prompt}: {cfg.algo} centres on the group mean and "
+                         f"needs at least 2 (reinforce_pp works with 1)")
+    responses = cfg.prompts_per_step * cfg.samples_per_prompt
+    if responses % cfg.updates_per_rollout:
+        raise ValueError(f"--updates-per-rollout {cfg.updates_per_rollout} does not divide the "
+                         f"{cfg.prompts_per_step} x {cfg.samples_per_prompt} = {responses} responses of a rollout")
+    if cfg.gamma is not None and algo.kl != "reward":
+        raise ValueError(f"--gamma: {cfg.algo} has no token rewards to discount (only reinforce_pp uses it)")
+    if cfg.gamma is not None and not 0 <= cfg.gamma <= 1:
+        raise ValueError(f"--gamma {cfg.gamma}: must lie in [0, 1]")
+    if cfg.no_kl and cfg.kl_coef is not None:
+        raise ValueError("--kl-coef and --no-kl contradict each other: give one of them")
+    if cfg.kl_coef is not None and not cfg.kl_coef > 0:
+        raise ValueError(f"--kl-coef {cfg.kl_coef}: {cfg.algo} needs a positive one; say --no-kl to train without")
+    if cfg.no_kl and cfg.offload_ref:
+        raise ValueError("--offload-ref: with --no-kl there is no reference model")
+    if min(cfg.seed, cfg.data_seed, cfg.eval_seed) < 0:
+        raise ValueError("--seed, --data-seed and --eval-seed cannot be negative")
+    if not 0 < cfg.clip < 1:
+        raise ValueError(f"--clip {cfg.clip}: must lie between 0 and 1")
+    device = distributed.pick_device(cfg.device)
+    return dataclasses.replace(
+        cfg, algo=ALIASES.get(cfg.algo, cfg.algo), out=cfg.out or f"out/{cfg.algo}-seed{cfg.seed}",
+        kl_coef=0.0 if cfg.no_kl else cfg.kl_coef or 0.01,
+        gamma=(1.0 if cfg.gamma is None else cfg.gamma) if algo.kl == "reward" else None,
+        dtype=cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"), device
+
+
+# ---------------------------------------------------------------------------------------- the stages of a step
+@dataclasses.dataclass
+class Run:
+    """What lives through the whole run."""
+    cfg: Config
+    device: torch.device
+    folder: Path                            # of the start model: tokenizer and generation config come from here
+    model: torch.nn.Module                  # fp32 master weights
+    learner: torch.nn.Module                # the same, DDP-wrapped under torchrun; the only one called with gradients
+    reference: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer
+    sampler: Sampler
+    tokenizer: object
+    grader: reward.Grader
+    problems: data.Problems
+    tests: data.Problems | None
+    prompt_of: Callable                     # row -> prompt ids
+
+
+def step_prompts(step, count, cfg):
+    """(rows, keys) of one step's prompts. A row that comes twice in a step (an epoch border in a tiny data set)
+    gets a second key, since groups and sampling noise are told apart by key."""
+    rows, seen, keys = data.prompt_rows(count, cfg.prompts_per_step, step, cfg.data_seed), Counter(), []
+    for row in rows:
+        keys.append(row + count * seen[row])
+        seen[row] += 1
+    return rows, keys
+
+
+def rollout(run, step, prompts, keys):
+    """This rank samples every world-th prompt, K responses each -> one record (dict) per response."""
+    k = run.cfg.samples_per_prompt
+    mine = range(distributed.rank(), len(prompts), distributed.world_size())
+    run.sampler.refresh()
+    responses = run.sampler.generate([prompts[g] for g in mine], [keys[g] for g in mine], k, seed=run.cfg.seed,
+                                     step=step, sampling=sampling_of(run.cfg))
+    group_of = {keys[g]: g for g in mine}
+    return [{"group": group_of[r.row], "index": group_of[r.row] * k + r.sample, "row": r.row, "sample": r.sample,
+             "tokens": r.tokens, "logps": r.logps, "finish": r.finish} for r in responses]
+
+
+def sampling_of(cfg):
+    return Sampling(temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens)
+
+
+def grade(run, records, rows):
+    """Adds text, reward and verdict to each record."""
+    texts = [run.tokenizer.decode(r["tokens"], skip_special_tokens=True) for r in records]
+    asked = [run.problems[rows[r["group"]]] for r in records]
+    verdicts = run.grader.grade(texts, [p.label for p in asked], [p.question for p in asked])
+    for r, text, verdict in zip(records, texts, verdicts, strict=True):
+        r.update(text=text, reward=verdict.reward, verdict=verdict.kind)
+
+
+def take_share(run, records, prompts):
+    """Every rank sees every record and takes whole groups, balanced by tokens -> (all records in order, Batch)."""
+    records = sorted((r for part in distributed.gather_objects(records) for r in part), key=lambda r: r["index"])
+    tokens = [len(p) for p in prompts]
+    for r in records:
+        tokens[r["group"]] += len(r["tokens"])
+    share = set(data.split_groups(tokens, distributed.world_size())[distributed.rank()])
+    return records, make_batch(prompts, [r for r in records if r["group"] in share], run.device)
+
+
+def reference_logp(run, batch):
+    if run.reference is None:
+        return None
+    logp = batch_logp(run.reference.to(run.device), batch, run.cfg, run.sampler.vocab_limit)
+    if run.cfg.offload_ref:
+        run.reference.to("cpu")
+    return logp
+
+
+def update(run, step, batch, advantages, logp_old, logp_ref, responses):
+    """All updates of this rollout -> (sums of this rank, [(grad norm, clip coefficient, bad gradient)])."""
+    sums, steps = Counter(), []
+    for chosen in update_minibatches(step, responses, run.cfg):
+        rows = [b for b, index in enumerate(batch.index) if index in chosen]
+        part = accumulate_gradients(run.learner, batch, rows, advantages, logp_old, logp_ref, len(chosen), run.cfg,
+                                    run.sampler.vocab_limit)
+        steps.append(optimizer_step(run.model, run.optimizer, run.cfg))
+        for name, value in part.items():
+            sums[name] = torch.maximum(value, torch.as_tensor(sums[name])) if name == "gap_max" else sums[name] + value
+    return sums, steps
+
+
+# ----------------------------------------------------------------------------------------------------- metrics
+class Clock:
+    """Seconds between stage ends; waits for the device, so that a stage pays for its own work."""
+
+    def __init__(self, device):
+        self.device, self.times = device, {}
+        self.start = self.last = time.perf_counter()
+
+    def __call__(self, name):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.times[name], self.last = now - self.last, now
+
+
+def rollout_metrics(records, prompts, k):
+    """What every rank can read off the gathered records (docs/metrics.md)."""
+    rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)
+    lengths, kinds = [len(r["tokens"]) for r in records], Counter(r["verdict"] for r in records)
+    cut = [r for r in records if r["finish"] != "stop"]
+    return {"reward": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
+            "right": kinds["right"], "wrong": kinds["wrong"], "unparsed": kinds["unparsed"],
+            "grader_errors": kinds["error"] + kinds["timeout"],
+            "zero_std_groups": int((rewards.view(-1, k).std(1, correction=0) == 0).sum()) if k > 1 else None,
+            "response_len_mean": sum(lengths) / len(lengths), "response_len_min": min(lengths),
+            "response_len_max": max(lengths), "truncated": len(cut),
+            "truncated_and_rewarded": sum(r["reward"] > 0 for r in cut), "fully_masked": lengths.count(0),
+            "prompt_tokens": sum(map(len, prompts)), "response_tokens": sum(lengths)}
+
+
+def update_metrics(sums, steps, stats, tokens, cfg, device):
+    """Sums of this rank -> means over all ranks; what does not apply to the algorithm is None."""
+    by_response = ("pg_loss", "loss", "ppo_kl", "kl_loss")
+    by_token = ("clip_frac", "entropy", "ref_k1", "ref_k2", "sampler_logp_gap_mean")
+    total = distributed.all_sum({n: sums.get(n, 0.0) for n in (*by_response, *by_token)}, device)
+    out = {n: total[n] / len(steps) for n in by_response} | {n: total[n] / max(tokens, 1) for n in by_token}
+    out["sampler_logp_gap_max"] = distributed.all_max(sums.get("gap_max", 0.0), device)
+    if ALGORITHMS[cfg.algo].kl == "reward" or cfg.no_kl:
+        out["kl_loss"] = None
+    if cfg.no_kl:
+        out["ref_k1"] = out["ref_k2"] = None
+    norms, coefs, bad = zip(*steps, strict=True)
+    out |= {"grad_norm": sum(norms) / len(norms), "clip_coef": sum(coefs) / len(coefs), "lr": cfg.lr,
+            "skipped_updates": sum(name is not None for name in bad)}
+    out |= {name: float(value) for name, value in stats.items()}
+    return out | {"valid_tokens": int(out["valid_tokens"])}
+
+
+def peak_memory_gib(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2 ** 30
+    import resource                         # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "linux" else 2 ** 30)
+
+
+# ---------------------------------------------------------------------------------------------------- the loop
+def train_step(run, step):
+    """One pass through the stages -> (metrics row, records of all ranks, name of a non-finite gradient or None)."""
+    cfg, clock, algo = run.cfg, Clock(run.device), ALGORITHMS[run.cfg.algo]
+    rows, keys = step_prompts(step, len(run.problems), cfg)
+    prompts = [run.prompt_of(row) for row in rows]
+
+    records = rollout(run, step, prompts, keys)
+    clock("t_rollout")
+    grade(run, records, rows)
+    records, batch = take_share(run, records, prompts)
+    clock("t_reward")
+    logp_ref = reference_logp(run, batch)
+    clock("t_ref")
+    # with one update per rollout the old log-probs are the current ones; only k1 needs them before the update
+    logp_old = None
+    if algo.kl == "reward" or cfg.updates_per_rollout * cfg.epochs > 1:
+        logp_old = batch_logp(run.model, batch, cfg, run.sampler.vocab_limit)
+    clock("t_old")
+    advantages, returns, stats = compute_advantages(
+        cfg.algo, batch.rewards, batch.mask, batch.group, cfg.samples_per_prompt, logp_old,
+        logp_old if cfg.no_kl else logp_ref, cfg.kl_coef, cfg.gamma or 1.0)
+    sums, steps = update(run, step, batch, advantages, logp_old, logp_ref, len(records))
+    clock("t_update")
+
+    metrics = {"step": step} | rollout_metrics(records, prompts, cfg.samples_per_prompt)
+    tokens, seconds = metrics["response_tokens"], clock.last - clock.start
+    metrics |= update_metrics(sums, steps, stats, tokens * cfg.epochs, cfg, run.device)
+    metrics["returns_minus_reward"] = None
+    if returns is not None:
+        gain = response_mean(returns - batch.rewards.to(returns)[:, None], batch.mask, len(records))
+        metrics["returns_minus_reward"] = distributed.all_sum({"gain": gain}, run.device)["gain"]
+    metrics |= {**clock.times, "t_step": seconds, "peak_mem_gib": peak_memory_gib(run.device),
+                "response_tok_per_s": tokens / seconds,
+                "decode_tok_per_s": run.sampler.stats["decode_tokens"] / max(run.sampler.stats["decode_s"], 1e-9)}
+    return metrics, records, next((name for *_, name in steps if name), None)
+
+
+def loop(run, log, state, save):
+    """Steps until the budget, a signal or too many bad gradients -> (status of the run, message)."""
+    cfg, signals = run.cfg, []
+    for number in {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}:
+        signal.signal(number, lambda caught, _frame: signals.append(caught))
+    for step in range(state["next_step"], cfg.steps):
+        with distributed.stage(f"step {step}"):
+            metrics, records, bad = train_step(run, step)
+            stop = distributed.all_max(len(signals), run.device) > 0
+        log.step(metrics, records)
+        state["next_step"], state["skipped"] = step + 1, state["skipped"] + 1 if bad else 0
+        if state["skipped"] >= cfg.max_skipped:
+            return "stopped", (f"{cfg.max_skipped} updates in a row had a non-finite gradient, last in {bad}; the "
+                               f"newest checkpoint before them is untouched")
+        due = step + 1 == cfg.steps or cfg.save_every > 0 and (step + 1) % cfg.save_every == 0
+        if (stop or due) and not bad and cfg.save_every >= 0:
+            save(step + 1)
+        if stop and step + 1 < cfg.steps:
+            return "interrupted", f"stopped by a signal after step {step + 1}; --resume goes on from there"
+    return "complete", None
+
+
+def score(run):
+    """pass@k of the current weights on the frozen test rows, or None without test data."""
+    cfg, tests = run.cfg, run.tests
+    if tests is None:
+        return None
+    rows = data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed)
+    run.sampler.refresh()
+    records = evaluate.evaluate(run.sampler, run.tokenizer, tests, rows, run.grader, cfg.eval_samples, cfg.eval_seed,
+                                sampling_of(cfg), cfg.thinking)
+    return evaluate.summarize(records, cfg.eval_samples) | {
+        "seed": cfg.eval_seed, "subset_sha256": evaluate.subset_sha256(tests, rows)}
+
+
+def train(run, run_folder):
+    """Evaluate, loop, save, evaluate -> exit status."""
+    cfg, state = run.cfg, {"next_step": 0, "skipped": 0, "initial": None, "seconds": 0.0}
+    newest, notes = checkpoint.latest_complete(run_folder)
+    distributed.print0(*notes, sep="\n", end="\n" if notes else "")
+    if newest:
+        state = checkpoint.load(newest, run.model, run.optimizer)
+        distributed.print0(f"resuming after step {state['next_step']} from {newest.name}")
+    if distributed.world_size() > 1:
+        run.learner = DistributedDataParallel(run.model)
+    log = runlog.RunLog(cfg, run_folder, run.device, state["next_step"])
+    before = state["seconds"]
+
+    def save(step):
+        if cfg.zero and distributed.world_size() > 1:
+            run.optimizer.consolidate_state_dict(to=0)
+        state["seconds"] = before + log.seconds()
+        if distributed.rank() == 0:
+            checkpoint.save(run_folder, step, run.model, run.optimizer, state, run.folder, cfg.keep)
+
+    if state["next_step"] == 0:
+        state["initial"] = score(run)
+    status, message = loop(run, log, state, save)
+    final = score(run) if status == "complete" else None
+    log.finish(status, state["initial"], final, before + log.seconds(), message)
+    return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
+
+
+# ------------------------------------------------------------------------------------------------------ set-up
+def longest_prompt(prompt_of, cfg, context, count):
+    """Tokens of the longest prompt that this run will use. ValueError names the first row that does not fit."""
+    longest = 0
+    for row in sorted({row for step in range(cfg.steps) for row in step_prompts(step, count, cfg)[0]}):
+        longest = max(longest, len(prompt_of(row)))
+        if longest >= context:
+            raise ValueError(f"{cfg.train_data}: the prompt of row {row} has {longest} tokens and the model's context "
+                             f"is {context}: no room for a response")
+    return longest
+
+
+def banner(cfg, config, device, folder, longest, problems):
+    """Derived sizes, before anything expensive."""
+    kernel = varlen_kernel(device, torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
+    distributed.print0(
+        f"{cfg.algo}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} = "
+        f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, {cfg.updates_per_rollout * cfg.epochs} update(s) "
+        f"each, on {distributed.world_size()} process(es)\n"
+        f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} on "
+        f"{device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
+        f"data {cfg.train_data}: {len(problems)} problems, {problems.converted} rationale labels converted, longest "
+        f"prompt {longest} + {cfg.max_new_tokens} new tokens in a context of {config.max_position_embeddings}")
+
+
+def main(cfg):
+    with cli.user_errors():
+        cfg, device = resolve(cfg)
+        run_folder = runlog.check_folder(cfg, MAY_CHANGE)
+        keys = cfg.question_key, cfg.answer_key, reward.read_label
+        problems = data.load_problems(cfg.train_data, *keys, split="train")
+        tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else None
+        folder = local_folder(cfg.model)
+        config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
+        eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
+        prompt_of = functools.lru_cache(None)(
+            lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
+        longest = longest_prompt(prompt_of, cfg, config.max_position_embeddings, len(problems))
+        grader = reward.Grader(cfg.reward, cfg.reward_workers, cfg.reward_concurrency)
+        model = load_model(folder, device=device)
+    model.activation_checkpointing = cfg.activation_checkpointing
+    with distributed.process_group(device, cfg.timeout_minutes), grader:
+        banner(cfg, config, device, folder, longest, problems)
+        reference = None if cfg.no_kl else copy.deepcopy(model).requires_grad_(False)
+        if reference is not None and device.type == "cuda":
+            reference.to(torch.bfloat16)
+        sampler = Sampler(model, eos, vocab_limit, cfg.slots, cfg.dtype)
+        run = Run(cfg, device, folder, model, model, reference, make_optimizer(model, cfg), sampler, tokenizer,
+                  grader, problems, tests, prompt_of)
+        return train(run, run_folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cli.parse(Config, __doc__)))
