@@ -1,8 +1,9 @@
 """Command lines from typed dataclasses; a user's mistake is one line on stderr and exit status 2.
 
-Every script's options are one dataclass with a comment or docstring per field: `cfg = cli.parse(Config, __doc__)`.
-What is wrong before the expensive part starts (options, files, labels, shapes) is raised anywhere below as
-ValueError or OSError and reported by `with cli.user_errors():`. NANORPP_TRACEBACK=1 shows the full traceback.
+Every script's options are one dataclass with a comment or docstring per field: `cfg = cli.parse(Config,
+__doc__)`. What is wrong before the expensive part starts (options, files, labels, shapes) is raised anywhere
+below as ValueError or OSError and reported by `with cli.user_errors():`. NANORPP_TRACEBACK=1 shows the full
+traceback.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ def parse(config_class, doc, argv=None):
     except SystemExit as stop:
         if not stop.code:
             raise
-        fail(_first_paragraph(captured.getvalue()) + _suggestion(config_class, argv) + " (--help lists the options)")
+        message = _first_paragraph(captured.getvalue()) + _suggestion(config_class, argv)
+        fail(message + " (--help lists the options)")
 
 
 def _first_paragraph(boxed):

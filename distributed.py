@@ -1,7 +1,8 @@
 """Processes: the group, sums over ranks, gathered objects, and printing once.
 
-torchrun is the engine, on one machine or many; without it everything here is the identity. Gloo on CPU, NCCL on
-CUDA. Reductions are SUM of fp32 or fp64 only (Gloo has no AVG and no bf16); means are sums divided by sums.
+torchrun is the engine, on one machine or many; without it everything here is the identity. Gloo on CPU, NCCL
+on CUDA. Reductions are SUM of fp32 or fp64 only (Gloo has no AVG and no bf16); means are sums divided by
+sums.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ def world_size():
 
 
 def pick_device(name="auto"):
-    """'auto' is this process's CUDA device when there is one, else the CPU. ValueError for one that is not there."""
+    """'auto' is this process's CUDA device when there is one, else the CPU. ValueError for one that is not
+    there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -37,10 +39,17 @@ def pick_device(name="auto"):
     return torch.device(name)
 
 
+def compute_dtype(name, device):
+    """'auto' is bfloat16 on CUDA and float32 elsewhere; else the torch dtype of that name."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
 @contextlib.contextmanager
 def process_group(device, timeout_minutes):
-    """Joins torchrun's process group, if this process is part of one, and leaves it at the end. A collective that
-    waits longer than the time-out ends the job; `stage` tells the log which step it was."""
+    """Joins torchrun's process group, if this process is part of one, and leaves it at the end. A collective
+    that waits longer than the time-out ends the job; `stage` tells the log which step it was."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -55,7 +64,8 @@ def process_group(device, timeout_minutes):
 
 @contextlib.contextmanager
 def stage(name):
-    """Around code with collectives: a failure (a time-out, a lost peer) says which stage of which step it was."""
+    """Around code with collectives: a failure (a time-out, a lost peer) says which stage of which step it
+    was."""
     try:
         yield
     except RuntimeError as error:
@@ -65,12 +75,21 @@ def stage(name):
 
 
 def all_sum(values, device):
-    """{name: number or 0-dim tensor} summed over ranks in one fp64 collective, on every rank -> {name: float}."""
+    """{name: number or 0-dim tensor} summed over ranks in one fp64 collective, on every rank -> {name:
+    float}."""
     on = torch.device("cpu") if device.type == "mps" else device
     total = torch.stack([torch.as_tensor(v, dtype=torch.float64).to(on) for v in values.values()])
     if dist.is_initialized():
         dist.all_reduce(total)
     return dict(zip(values, total.tolist(), strict=True))
+
+
+def all_max(value, device):
+    """The largest of every rank's number, as a float on every rank."""
+    total = torch.as_tensor(value).to("cpu" if device.type == "mps" else device, torch.float32).clone()
+    if dist.is_initialized():
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return float(total)
 
 
 def gather_objects(obj):

@@ -1,13 +1,15 @@
 """pass@k of a model on a frozen subset of a data set.
 
-    python evaluate.py --model out/run/step_000060                      # the tiny test set, 256 rows x 4 samples
-    torchrun --nproc-per-node 4 evaluate.py --model Qwen/Qwen3-0.6B --data openai/gsm8k --split test --thinking
-    python evaluate.py --model DIR --out results/eval                   # killed? the same command goes on
+    python evaluate.py --model out/run/step_000060       # the tiny test set, 256 rows x 4 samples
+    torchrun --nproc-per-node 4 evaluate.py --model Qwen/Qwen3-0.6B --data openai/gsm8k --split test
+    --thinking
+    python evaluate.py --model DIR --out out/eval        # killed? the same command goes on
 
-The rows are the first N of a seeded permutation; the SHA-256 of their questions and labels is in the result. Every
-prompt counts exactly once, whatever the number of processes; sampling noise is keyed by (seed, row, sample), so
-the responses do not depend on it either (up to rounding ties of the batched products). Truncated responses are graded like any other; unparsed answers and grader errors stay in the
-denominator. No training options, no weights are changed.
+The rows are the first N of a seeded permutation; the SHA-256 of their questions and labels is in the result.
+Every prompt counts exactly once, whatever the number of processes; sampling noise is keyed by (seed, row,
+sample), so the responses do not depend on it either (up to rounding ties of the batched products). Truncated
+responses are graded like any other; unparsed answers and grader errors stay in the denominator. No training
+options, no weights are changed.
 """
 
 import dataclasses
@@ -30,10 +32,11 @@ CHUNK = 64          # prompts between two appends to responses.jsonl: what a kil
 
 
 def pass_at_k(n, c, k):
-    """Unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that k draws hold a right one, from c right of n
-    (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n: fewer samples than draws say nothing."""
+    """Unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that k draws hold a right one, from c right of
+    n (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n: fewer samples than draws say
+    nothing."""
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs {k} samples or more and 0 <= right <= samples; got {c} right of {n}")
+        raise ValueError(f"pass@{k} needs at least {k} samples and 0 <= right <= n; got {c} right of {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -42,11 +45,12 @@ def powers_of_two(n):
 
 
 def summarize(records, samples, k_list=None):
-    """The figures of one evaluation from its records ({row, sample, verdict, finish, length}), `samples` per row.
+    """The figures of one evaluation from its records ({row, sample, verdict, finish, length}), `samples` per
+    row.
 
-    pass@k is per prompt, then the mean over prompts; its 95 % interval is normal over prompts. decoding_noise is
-    the standard error that resampling the same prompts would show: sqrt(mean[p(1-p)] / (samples * prompts)), with
-    p(1-p) estimated without bias by c(n-c) / (n(n-1)); None for one sample.
+    pass@k is per prompt, then the mean over prompts; its 95 % interval is normal over prompts. decoding_noise
+    is the standard error that resampling the same prompts would show: sqrt(mean[p(1-p)] / (samples *
+    prompts)), with p(1-p) estimated without bias by c(n-c) / (n(n-1)); None for one sample.
     """
     right, kinds = Counter(), Counter(r["verdict"] for r in records)
     for r in records:
@@ -75,10 +79,11 @@ def summarize(records, samples, k_list=None):
 
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
              done=(), on_chunk=None):
-    """Records of every (row, sample), sorted, on every rank: {row, sample, text, reward, verdict, finish, length}.
+    """Records of every (row, sample), sorted, on every rank: {row, sample, text, reward, verdict, finish,
+    length}.
 
-    `done` holds records of rows that need no new run; `on_chunk(records)` sees each finished chunk (rank 0 writes
-    it). The ranks share each chunk's prompts and meet once a chunk."""
+    `done` holds records of rows that need no new run; `on_chunk(records)` sees each finished chunk (rank 0
+    writes it). The ranks share each chunk's prompts and meet once a chunk."""
     have = {r["row"] for r in done}
     todo, records = [row for row in rows if row not in have], list(done)
     rank, world = distributed.rank(), distributed.world_size()
@@ -112,7 +117,8 @@ def subset_sha256(problems, rows):
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------ command line
+# ------------------------------------------------------------------------------------------------ command
+# line
 @dataclasses.dataclass
 class Config:
     model: str = "tiny/model"
@@ -153,7 +159,8 @@ class Config:
 
 
 def resume_records(folder, identity, samples):
-    """Complete rows of an earlier, killed run of the same evaluation. ValueError when the folder holds another."""
+    """Complete rows of an earlier, killed run of the same evaluation. ValueError when the folder holds
+    another."""
     settings, path = folder / "settings.json", folder / "responses.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
@@ -198,15 +205,17 @@ def main(cfg):
         device = distributed.pick_device(cfg.device)
         sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
         if cfg.samples < 1 or any(not 1 <= k <= cfg.samples for k in cfg.k):
-            raise ValueError(f"--k {' '.join(map(str, cfg.k))}: every k lies between 1 and --samples {cfg.samples}")
-        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, reward.read_label, split=cfg.split)
+            raise ValueError(f"--k {cfg.k}: every k lies between 1 and --samples {cfg.samples}")
+        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, reward.read_label,
+                                      split=cfg.split)
         rows = data.subset_rows(len(problems), cfg.rows or len(problems), cfg.seed)
         folder = local_folder(cfg.model)
         tokenizer = data.load_tokenizer(folder)
         model = load_model(folder, device=device)
-        identity = {k: v for k, v in dataclasses.asdict(cfg).items()
-                    if k not in ("out", "slots", "device", "timeout_minutes", "reward_workers", "model", "data")}
-        identity = json.loads(json.dumps(identity)) | {
+        options = json.loads(json.dumps(dataclasses.asdict(cfg)))
+        for name in ("out", "slots", "device", "timeout_minutes", "reward_workers"):      # change no response
+            del options[name]
+        identity = options | {
             "model": folder.resolve().name, "data": Path(cfg.data).name,
             "weights_sha256": data.file_sha256(sorted(folder.glob("*.safetensors"))),
             "subset_sha256": subset_sha256(problems, rows)}
@@ -214,12 +223,14 @@ def main(cfg):
     started, done_before = time.time(), len(done)
     with distributed.process_group(device, cfg.timeout_minutes), \
             reward.Grader(cfg.reward, workers=cfg.reward_workers) as grader:
-        sampler = Sampler(model, data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer), cfg.slots, cfg.dtype)
+        sampler = Sampler(model, data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer), cfg.slots,
+                          distributed.compute_dtype(cfg.dtype, device))
         out = Path(cfg.out) if cfg.out and distributed.rank() == 0 else None
         if out:
             write_records(out / "responses.jsonl", done)
-        records = evaluate(sampler, tokenizer, problems, rows, grader, cfg.samples, cfg.seed, sampling, cfg.thinking,
-                           done, (lambda part: write_records(out / "responses.jsonl", part, "a")) if out else None)
+        append = (lambda part: write_records(out / "responses.jsonl", part, "a")) if out else None
+        records = evaluate(sampler, tokenizer, problems, rows, grader, cfg.samples, cfg.seed, sampling,
+                           cfg.thinking, done, append)
         summary = {**summarize(records, cfg.samples, cfg.k), "settings": identity, "seed": cfg.seed,
                    "subset_sha256": identity["subset_sha256"]}
         if out:

@@ -1,14 +1,16 @@
-"""The learner: a rank's share of a rollout, its micro-batches, and one update that does not depend on the cut.
+"""The learner: a rank's share of a rollout, its micro-batches, and one update that does not depend on the
+cut.
 
     batch = make_batch(prompts, records, device)
-    logp = batch_logp(model, batch, cfg, vocab_limit)                    # no gradient: reference and old log-probs
+    logp = batch_logp(model, batch, cfg, vocab_limit)   # no gradient: reference and old log-probs
     sums = accumulate_gradients(learner, batch, rows, advantages, logp, logp_ref, total, cfg, vocab_limit)
     norm, coef, bad = optimizer_step(model, optimizer, cfg)
 
-Micro-batches hold up to `max_tokens_per_device` tokens without padding, a prompt shared by K responses once. The loss
-is a mean over the responses of all ranks (`total`), so its gradient is the same for every budget, order and number
-of ranks. Gradients synchronize once per update. `learner` is the DDP-wrapped `model` under torchrun, else the same.
-Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the policy sampled token t of response b.
+Micro-batches hold up to `max_tokens_per_device` tokens without padding, a prompt shared by K responses once.
+The loss is a mean over the responses of all ranks (`total`), so its gradient is the same for every budget,
+order and number of ranks. Gradients synchronize once per update. `learner` is the DDP-wrapped `model` under
+torchrun, else the same. Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the policy
+sampled token t of response b.
 """
 
 import contextlib
@@ -44,7 +46,8 @@ class Batch:
 
 
 def make_batch(prompts, records, device):
-    """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group -> Batch."""
+    """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group ->
+    Batch."""
     groups = sorted({r["group"] for r in records})
     local = {g: i for i, g in enumerate(groups)}
     lengths = torch.tensor([len(r["tokens"]) for r in records], dtype=torch.int64)
@@ -53,13 +56,16 @@ def make_batch(prompts, records, device):
     sampled = torch.zeros(mask.shape)
     if len(records):
         sampled[mask] = torch.tensor([x for r in records for x in r["logps"]])
-    return Batch([prompts[g] for g in groups], torch.tensor([local[r["group"]] for r in records], dtype=torch.int64),
+    group = torch.tensor([local[r["group"]] for r in records], dtype=torch.int64)
+    return Batch([prompts[g] for g in groups], group,
                  [r["tokens"] for r in records], [r["index"] for r in records],
-                 torch.tensor([r["reward"] for r in records], dtype=torch.float64), mask.to(device), sampled.to(device))
+                 torch.tensor([r["reward"] for r in records], dtype=torch.float64),
+                 mask.to(device), sampled.to(device))
 
 
 def forward(model, batch, rows, cfg, vocab_limit):
-    """Log-probs and entropies [len(rows),T] of some rows of the batch: one packed pass of the (wrapped) model."""
+    """Log-probs and entropies [len(rows),T] of some rows of the batch: one packed pass of the (wrapped)
+    model."""
     used = sorted({int(batch.group[b]) for b in rows})
     packed = pack([batch.prompts[g] for g in used], [used.index(int(batch.group[b])) for b in rows],
                   [batch.responses[b] for b in rows]).to(batch.mask.device)
@@ -83,19 +89,19 @@ def batch_logp(model, batch, cfg, vocab_limit):
 
 
 def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, total, cfg, vocab_limit):
-    """Backward passes of one update: the gradient of the mean loss over `total` responses of all ranks, however
-    they are cut into micro-batches and ranks. Returns {name: sum} on the device, this rank's share.
+    """Backward passes of one update: the gradient of the mean loss over `total` responses of all ranks,
+    however they are cut into micro-batches and ranks. Returns {name: sum} on the device, this rank's share.
 
-    logp_old None means: the policy has not moved, old log-probs are the detached current ones. DDP averages over
-    ranks, so each loss is multiplied by the world size; it synchronizes once, in the last micro-batch, which every
-    rank has: one without responses runs a single token with weight 0.
+    logp_old None means: the policy has not moved, old log-probs are the detached current ones. DDP averages
+    over ranks, so each loss is multiplied by the world size; it synchronizes once, in the last micro-batch,
+    which every rank has: one without responses runs a single token with weight 0.
     """
     micro = batch.micro_batches(rows, cfg.max_tokens_per_device)
     use_kl_loss = ALGORITHMS[cfg.algo].kl == "loss" and logp_ref is not None
     sums = Counter()
     for number, part in enumerate(micro or [None]):
         wait = number + 1 < len(micro) and isinstance(learner, DistributedDataParallel)
-        with learner.no_sync() if wait else contextlib.nullcontext():       # set before the forward, not after
+        with learner.no_sync() if wait else contextlib.nullcontext():   # before the forward
             if part is None:
                 with autocast(cfg, batch.mask.device):
                     logp, _ = learner(pack([[0]], [0], [[0]]).to(batch.mask.device), 1.0, vocab_limit)
@@ -128,8 +134,9 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
 
 
 def optimizer_step(model, optimizer, cfg):
-    """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of the
-    first non-finite gradient or None). A non-finite one skips the step on all ranks alike: they hold the same."""
+    """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of
+    the first non-finite gradient or None). A non-finite one skips the step on all ranks alike: they hold the
+    same."""
     gradients = [p.grad for p in model.parameters()]
     norm = torch.nn.utils.get_total_norm(gradients)
     bad = None
@@ -146,14 +153,15 @@ def optimizer_step(model, optimizer, cfg):
 def make_optimizer(model, cfg):
     groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": cfg.weight_decay},
               {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
-    options = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=groups[0]["params"][0].device.type != "mps")
+    options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps, "fused": True}
     if cfg.zero and distributed.world_size() > 1:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)
 
 
 def update_minibatches(step, count, cfg):
-    """Global response indices of each update of a rollout: all of them, or seeded mini-batches in every epoch."""
+    """Global response indices of each update of a rollout: all of them, or seeded mini-batches in every
+    epoch."""
     for epoch in range(cfg.epochs):
         if cfg.updates_per_rollout == 1:
             yield set(range(count))

@@ -1,10 +1,11 @@
-"""What a run leaves behind: config, metrics and responses as strict JSON, TensorBoard events, summary, reward curve.
+"""What a run leaves behind: config, metrics and responses as strict JSON, TensorBoard events, summary, reward
+curve.
 
     out/run/config.json     resolved options, command line, commit, versions, device
-            metrics.jsonl   one row per step (docs/metrics.md names every field); null where a metric does not apply
+            metrics.jsonl   one row per step (docs/metrics.md); null where a metric does not apply
             rollouts.jsonl  one row per sampled response
             summary.json    evaluations before and after, status, seconds
-            reward.png      the curve;   tensorboard/   the same metrics as scalars;   step_000060/, latest   weights
+            reward.png      the curve;  tensorboard/  the same metrics;  step_000060/, latest  weights
 
 Only rank 0 writes. A folder that already holds a run is refused without --resume.
 """
@@ -39,7 +40,8 @@ def strict(value):
 def write_json(path, value):
     """Whole or not at all: a kill between two bytes leaves the old file."""
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(strict(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(strict(value), indent=2, allow_nan=False, ensure_ascii=False)
+    tmp.write_text(text + "\n", encoding="utf-8")
     os.replace(tmp, path)
 
 
@@ -55,8 +57,8 @@ def read_rows(path):
 
 
 def check_folder(cfg, may_change):
-    """The run folder, refused (ValueError) when it holds a run and this is not a resume, or when a resume changes an
-    option that would change the rest of the run. A torchrun restart resumes by itself."""
+    """The run folder, refused (ValueError) when it holds a run and this is not a resume, or when a resume
+    changes an option that would change the rest of the run. A torchrun restart resumes by itself."""
     folder = Path(cfg.out)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     path = folder / "config.json"
@@ -65,7 +67,8 @@ def check_folder(cfg, may_change):
     if not (cfg.resume or restarted):
         raise ValueError(f"{folder}: already holds a run; give another --out, or --resume to go on with it")
     before = json.loads(path.read_text(encoding="utf-8"))
-    changed = [k for k, v in strict(dataclasses.asdict(cfg)).items() if k not in may_change and before.get(k) != v]
+    changed = [k for k, v in strict(dataclasses.asdict(cfg)).items()
+               if k not in may_change and before.get(k) != v]
     if changed:
         raise ValueError(f"{folder}: --resume cannot change " + ", ".join(
             f"--{k.replace('_', '-')} ({before.get(k)} -> {getattr(cfg, k)})" for k in changed))
@@ -75,14 +78,16 @@ def check_folder(cfg, may_change):
 def environment(device):
     """Where the run ran: commit (with + when files differ from it), versions, device, processes."""
     def git(*words):
-        return subprocess.run(("git", *words), cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        done = subprocess.run(("git", *words), cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip()
     try:
         commit = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except OSError:
         commit = ""
     versions = {n: importlib.metadata.version(n) for n in ("torch", "transformers", "numpy", "safetensors")}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {"argv": sys.argv[1:], "commit": commit or None, "versions": {"python": platform.python_version(), **versions},
+    versions["python"] = platform.python_version()
+    return {"argv": sys.argv[1:], "commit": commit or None, "versions": versions,
             "device": f"{device.type} ({name})", "world_size": distributed.world_size(),
             "threads": torch.get_num_threads()}
 
@@ -107,7 +112,8 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         from tqdm import tqdm
-        self.bar = tqdm(total=cfg.steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True, leave=False)
+        self.bar = tqdm(total=cfg.steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True,
+                        leave=False)
 
     def step(self, row, records):
         """One metrics row and its responses: files first, then the console."""
@@ -118,17 +124,17 @@ class RunLog:
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         with open(self.folder / "rollouts.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(strict({"step": row["step"], "row": r["row"], "sample": r["sample"],
-                                               "text": r["text"], "reward": r["reward"], "verdict": r["verdict"],
-                                               "finish": r["finish"], "length": len(r["tokens"])}),
-                                       ensure_ascii=False) + "\n" for r in records)
+            names = ("row", "sample", "text", "reward", "verdict", "finish")
+            for r in records:
+                kept = {"step": row["step"], **{n: r[n] for n in names}, "length": len(r["tokens"])}
+                file.write(json.dumps(strict(kept), ensure_ascii=False) + "\n")
         if self.board:
             for name, value in row.items():
                 if value is not None:
                     self.board.add_scalar(name, value, row["step"])
         kl = row["ref_k2"]
-        self.say(f"step {row['step'] + 1:>4}/{self.steps}  reward {row['reward']:.3f}  length {row['response_len_mean']:.0f}"
-                 f"  truncated {row['truncated']}  adv std {row['adv_raw_std']:.3f}"
+        self.say(f"step {row['step'] + 1:>4}/{self.steps}  reward {row['reward']:.3f}"
+                 f"  length {row['response_len_mean']:.0f}  truncated {row['truncated']}  adv std {row['adv_raw_std']:.3f}"
                  f"  loss {row['loss'] or 0:+.4f}  k2 {'n/a' if kl is None else format(kl, '.4f')}  grad "
                  + ("non-finite: update skipped" if row["skipped_updates"] else f"{row['grad_norm']:.2f}")
                  + f"  {row['response_tok_per_s']:.0f} tok/s  {row['t_step']:.2f} s")
@@ -149,24 +155,26 @@ class RunLog:
         self.bar.close()
         if self.board:
             self.board.close()
-        write_json(self.folder / "summary.json", {"status": status, "message": message, "steps": len(self.rows),
-                                                  "initial": initial, "final": final, "seconds": seconds})
+        write_json(self.folder / "summary.json", {
+            "status": status, "message": message, "steps": len(self.rows), "initial": initial, "final": final,
+            "seconds": seconds})
         if self.rows:
             plot_reward(self.rows, initial, final, self.folder / "reward.png")
         print()
         for name, score in (("before", initial), ("after", final)):
             if score:
                 low, high = score["pass@1_ci95"]
-                print(f"pass@1 {name:<6}  {score['pass@1']:.4f}  [{low:.4f}, {high:.4f}]  {score['prompts']} prompts x "
-                      f"{score['samples']} samples, {score['truncation']:.1%} truncated")
+                print(f"pass@1 {name:<6}  {score['pass@1']:.4f}  [{low:.4f}, {high:.4f}]  "
+                      f"{score['prompts']} prompts x {score['samples']} samples, {score['truncation']:.1%} truncated")
         if initial and final:
             print(f"pass@1 gained  {final['pass@1'] - initial['pass@1']:+.4f}")
-        print(f"{status}: {len(self.rows)} steps in {seconds:.1f} s; metrics, responses, curve and weights are in "
-              f"{self.folder}" + (f"\n{message}" if message else ""))
+        print(f"{status}: {len(self.rows)} steps in {seconds:.1f} s; metrics, responses, curve and weights are "
+              f"in {self.folder}" + (f"\n{message}" if message else ""))
 
 
 def plot_reward(rows, initial, final, path):
-    """Reward per step (thin), its running mean over 5 steps (bold), and pass@1 before and after with intervals."""
+    """Reward per step (thin), its running mean over 5 steps (bold), and pass@1 before and after with
+    intervals."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -175,7 +183,8 @@ def plot_reward(rows, initial, final, path):
     smooth = [sum(y[max(0, i - 4):i + 1]) / len(y[max(0, i - 4):i + 1]) for i in range(len(y))]
     axes.plot(x, y, color="#88aadd", linewidth=1, label="training reward, per step")
     axes.plot(x, smooth, color="#1f4e9c", linewidth=2.2, label="mean of the last 5 steps")
-    for at, score, label in ((0, initial, "pass@1 on the test rows, 95 % interval"), (x[-1] + 1, final, None)):
+    for at, score, label in ((0, initial, "pass@1 on the test rows, 95 % interval"),
+                             (x[-1] + 1, final, None)):
         if score:
             low, high = score["pass@1_ci95"]
             axes.errorbar([at], [score["pass@1"]], [[score["pass@1"] - low], [high - score["pass@1"]]],

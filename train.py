@@ -1,15 +1,16 @@
 """The training loop: rollout, reward, reference, old, advantage, update, log, save.
 
-    python train.py                                                      # the tiny run on a laptop, two minutes
-    torchrun --nproc-per-node 8 train.py --algo reinforce_pp_baseline    # 8 processes: one GPU each, or CPU + Gloo
+    python train.py                                                    # the tiny run on a laptop, two minutes
+    torchrun --nproc-per-node 8 train.py --algo reinforce_pp_baseline  # 8 processes: a GPU each, or CPU
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py ...
-    runs/qwen3_0.6b_gsm8k.sh grpo 42                                     # Qwen3-0.6B on GSM8K, the frozen workload
+    runs/qwen3_0.6b_gsm8k.sh grpo 42                                   # Qwen3-0.6B on GSM8K
 
-The contract: one closed, synchronous rollout batch per step; every random draw is a function of (seed, step, prompt
-row, sample, position), so that neither the number of processes nor a resume changes it; fp32 master weights; one
-gradient synchronization per update; every loss is a mean over the responses of all ranks. What it does not do:
-no critic, no replay, no LoRA, no tensor or pipeline parallelism, no asynchronous rollouts.
-Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the policy sampled token t of response b.
+The contract: one closed, synchronous rollout batch per step; every random draw is a function of (seed, step,
+prompt row, sample, position), so that neither the number of processes nor a resume changes it; fp32 master
+weights; one gradient synchronization per update; every loss is a mean over the responses of all ranks. What
+it does not do: no critic, no replay, no LoRA, no tensor or pipeline parallelism, no asynchronous rollouts.
+Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the policy sampled token t of
+response b.
 """
 
 import copy
@@ -44,7 +45,7 @@ from sample import Sampler, Sampling
 INTERRUPTED = 75        # exit status after SIGTERM, SIGINT or SIGUSR1: saved, run again with --resume
 MAY_CHANGE = {"steps", "save_every", "keep", "out", "resume", "device", "timeout_minutes", "reward_workers",
               "reward_concurrency", "tensorboard", "slots", "max_tokens_per_device", "offload_ref", "zero",
-              "activation_checkpointing", "max_skipped"}        # on --resume; anything else would change the run
+              "activation_checkpointing", "max_skipped"}    # on --resume; the others would change the run
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -137,17 +138,18 @@ class Config:
 def resolve(cfg):
     """Defaults that depend on others, and every refusal that needs no file. ValueError names the option."""
     algo = ALGORITHMS[ALIASES.get(cfg.algo, cfg.algo)]
-    for name in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "updates_per_rollout", "epochs",
-                 "max_tokens_per_device", "slots", "eval_samples", "temperature", "lr", "grad_clip", "max_skipped"):
+    for name in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "updates_per_rollout",
+                 "epochs", "max_tokens_per_device", "slots", "eval_rows", "eval_samples", "temperature", "lr",
+                 "grad_clip", "max_skipped", "timeout_minutes"):
         if not getattr(cfg, name) > 0 or not math.isfinite(getattr(cfg, name)):
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be positive")
     if algo.grouped and cfg.samples_per_prompt < 2:
-        raise ValueError(f"--samples-per-prompt {cfg.samples_per_prompt}: {cfg.algo} centres on the group mean and "
-                         f"needs at least 2 (reinforce_pp works with 1)")
+        raise ValueError(f"--samples-per-prompt {cfg.samples_per_prompt}: {cfg.algo} centres on the group mean "
+                         f"and needs at least 2 (reinforce_pp works with 1)")
     responses = cfg.prompts_per_step * cfg.samples_per_prompt
     if responses % cfg.updates_per_rollout:
-        raise ValueError(f"--updates-per-rollout {cfg.updates_per_rollout} does not divide the "
-                         f"{cfg.prompts_per_step} x {cfg.samples_per_prompt} = {responses} responses of a rollout")
+        raise ValueError(f"--updates-per-rollout {cfg.updates_per_rollout} does not divide the {responses} "
+                         f"responses of a rollout ({cfg.prompts_per_step} x {cfg.samples_per_prompt})")
     if cfg.gamma is not None and algo.kl != "reward":
         raise ValueError(f"--gamma: {cfg.algo} has no token rewards to discount (only reinforce_pp uses it)")
     if cfg.gamma is not None and not 0 <= cfg.gamma <= 1:
@@ -155,7 +157,7 @@ def resolve(cfg):
     if cfg.no_kl and cfg.kl_coef is not None:
         raise ValueError("--kl-coef and --no-kl contradict each other: give one of them")
     if cfg.kl_coef is not None and not cfg.kl_coef > 0:
-        raise ValueError(f"--kl-coef {cfg.kl_coef}: {cfg.algo} needs a positive one; say --no-kl to train without")
+        raise ValueError(f"--kl-coef {cfg.kl_coef}: must be positive; say --no-kl to train without a reference")
     if cfg.no_kl and cfg.offload_ref:
         raise ValueError("--offload-ref: with --no-kl there is no reference model")
     if min(cfg.seed, cfg.data_seed, cfg.eval_seed) < 0:
@@ -167,18 +169,19 @@ def resolve(cfg):
         cfg, algo=ALIASES.get(cfg.algo, cfg.algo), out=cfg.out or f"out/{cfg.algo}-seed{cfg.seed}",
         kl_coef=0.0 if cfg.no_kl else cfg.kl_coef or 0.01,
         gamma=(1.0 if cfg.gamma is None else cfg.gamma) if algo.kl == "reward" else None,
-        dtype=cfg.dtype if cfg.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"), device
+        dtype=str(distributed.compute_dtype(cfg.dtype, device)).removeprefix("torch.")), device
 
 
-# ---------------------------------------------------------------------------------------- the stages of a step
+# ---------------------------------------------------------------------------------------- the stages of a
+# step
 @dataclasses.dataclass
 class Run:
     """What lives through the whole run."""
     cfg: Config
     device: torch.device
-    folder: Path                            # of the start model: tokenizer and generation config come from here
+    folder: Path                            # the start model's: tokenizer and generation config
     model: torch.nn.Module                  # fp32 master weights
-    learner: torch.nn.Module                # the same, DDP-wrapped under torchrun; the only one called with gradients
+    learner: torch.nn.Module                # the same, DDP-wrapped under torchrun; makes gradients
     reference: torch.nn.Module | None
     optimizer: torch.optim.Optimizer
     sampler: Sampler
@@ -190,8 +193,8 @@ class Run:
 
 
 def step_prompts(step, count, cfg):
-    """(rows, keys) of one step's prompts. A row that comes twice in a step (an epoch border in a tiny data set)
-    gets a second key, since groups and sampling noise are told apart by key."""
+    """(rows, keys) of one step's prompts. A row that comes twice in a step (an epoch border in a tiny data
+    set) gets a second key, since groups and sampling noise are told apart by key."""
     rows, seen, keys = data.prompt_rows(count, cfg.prompts_per_step, step, cfg.data_seed), Counter(), []
     for row in rows:
         keys.append(row + count * seen[row])
@@ -204,11 +207,11 @@ def rollout(run, step, prompts, keys):
     k = run.cfg.samples_per_prompt
     mine = range(distributed.rank(), len(prompts), distributed.world_size())
     run.sampler.refresh()
-    responses = run.sampler.generate([prompts[g] for g in mine], [keys[g] for g in mine], k, seed=run.cfg.seed,
-                                     step=step, sampling=sampling_of(run.cfg))
+    responses = run.sampler.generate([prompts[g] for g in mine], [keys[g] for g in mine], k,
+                                     seed=run.cfg.seed, step=step, sampling=sampling_of(run.cfg))
     group_of = {keys[g]: g for g in mine}
-    return [{"group": group_of[r.row], "index": group_of[r.row] * k + r.sample, "row": r.row, "sample": r.sample,
-             "tokens": r.tokens, "logps": r.logps, "finish": r.finish} for r in responses]
+    return [{"group": group_of[r.row], "index": group_of[r.row] * k + r.sample, "row": r.row,
+             "sample": r.sample, "tokens": r.tokens, "logps": r.logps, "finish": r.finish} for r in responses]
 
 
 def sampling_of(cfg):
@@ -225,8 +228,10 @@ def grade(run, records, rows):
 
 
 def take_share(run, records, prompts):
-    """Every rank sees every record and takes whole groups, balanced by tokens -> (all records in order, Batch)."""
-    records = sorted((r for part in distributed.gather_objects(records) for r in part), key=lambda r: r["index"])
+    """Every rank sees every record and takes whole groups, balanced by tokens -> (all records in order,
+    Batch)."""
+    records = [r for part in distributed.gather_objects(records) for r in part]
+    records.sort(key=lambda r: r["index"])
     tokens = [len(p) for p in prompts]
     for r in records:
         tokens[r["group"]] += len(r["tokens"])
@@ -248,15 +253,17 @@ def update(run, step, batch, advantages, logp_old, logp_ref, responses):
     sums, steps = Counter(), []
     for chosen in update_minibatches(step, responses, run.cfg):
         rows = [b for b, index in enumerate(batch.index) if index in chosen]
-        part = accumulate_gradients(run.learner, batch, rows, advantages, logp_old, logp_ref, len(chosen), run.cfg,
-                                    run.sampler.vocab_limit)
+        part = accumulate_gradients(run.learner, batch, rows, advantages, logp_old, logp_ref, len(chosen),
+                                    run.cfg, run.sampler.vocab_limit)
         steps.append(optimizer_step(run.model, run.optimizer, run.cfg))
-        for name, value in part.items():
-            sums[name] = torch.maximum(value, torch.as_tensor(sums[name])) if name == "gap_max" else sums[name] + value
+        largest = [s.pop("gap_max") for s in (sums, part) if "gap_max" in s]
+        sums.update(part)
+        sums["gap_max"] = torch.stack(largest).amax() if largest else torch.zeros(())
     return sums, steps
 
 
-# ----------------------------------------------------------------------------------------------------- metrics
+# -----------------------------------------------------------------------------------------------------
+# metrics
 class Clock:
     """Seconds between stage ends; waits for the device, so that a stage pays for its own work."""
 
@@ -308,12 +315,15 @@ def peak_memory_gib(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2 ** 30
     import resource                         # not on Windows
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "linux" else 2 ** 30)
+    unit = 2 ** 20 if sys.platform == "linux" else 2 ** 30            # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# ---------------------------------------------------------------------------------------------------- the loop
+# ---------------------------------------------------------------------------------------------------- the
+# loop
 def train_step(run, step):
-    """One pass through the stages -> (metrics row, records of all ranks, name of a non-finite gradient or None)."""
+    """One pass through the stages -> (metrics row, records of all ranks, name of a non-finite gradient or
+    None)."""
     cfg, clock, algo = run.cfg, Clock(run.device), ALGORITHMS[run.cfg.algo]
     rows, keys = step_prompts(step, len(run.problems), cfg)
     prompts = [run.prompt_of(row) for row in rows]
@@ -343,9 +353,10 @@ def train_step(run, step):
     if returns is not None:
         gain = response_mean(returns - batch.rewards.to(returns)[:, None], batch.mask, len(records))
         metrics["returns_minus_reward"] = distributed.all_sum({"gain": gain}, run.device)["gain"]
+    decode = run.sampler.stats
     metrics |= {**clock.times, "t_step": seconds, "peak_mem_gib": peak_memory_gib(run.device),
                 "response_tok_per_s": tokens / seconds,
-                "decode_tok_per_s": run.sampler.stats["decode_tokens"] / max(run.sampler.stats["decode_s"], 1e-9)}
+                "decode_tok_per_s": decode["decode_tokens"] / max(decode["decode_s"], 1e-9)}
     return metrics, records, next((name for *_, name in steps if name), None)
 
 
@@ -361,8 +372,8 @@ def loop(run, log, state, save):
         log.step(metrics, records)
         state["next_step"], state["skipped"] = step + 1, state["skipped"] + 1 if bad else 0
         if state["skipped"] >= cfg.max_skipped:
-            return "stopped", (f"{cfg.max_skipped} updates in a row had a non-finite gradient, last in {bad}; the "
-                               f"newest checkpoint before them is untouched")
+            return "stopped", (f"{cfg.max_skipped} steps in a row had a non-finite gradient, the last in {bad}; "
+                               f"the newest checkpoint before them is untouched")
         due = step + 1 == cfg.steps or cfg.save_every > 0 and (step + 1) % cfg.save_every == 0
         if (stop or due) and not bad and cfg.save_every >= 0:
             save(step + 1)
@@ -378,8 +389,8 @@ def score(run):
         return None
     rows = data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed)
     run.sampler.refresh()
-    records = evaluate.evaluate(run.sampler, run.tokenizer, tests, rows, run.grader, cfg.eval_samples, cfg.eval_seed,
-                                sampling_of(cfg), cfg.thinking)
+    records = evaluate.evaluate(run.sampler, run.tokenizer, tests, rows, run.grader, cfg.eval_samples,
+                                cfg.eval_seed, sampling_of(cfg), cfg.thinking)
     return evaluate.summarize(records, cfg.eval_samples) | {
         "seed": cfg.eval_seed, "subset_sha256": evaluate.subset_sha256(tests, rows)}
 
@@ -412,15 +423,17 @@ def train(run, run_folder):
     return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
 
 
-# ------------------------------------------------------------------------------------------------------ set-up
+# ------------------------------------------------------------------------------------------------------
+# set-up
 def longest_prompt(prompt_of, cfg, context, count):
-    """Tokens of the longest prompt that this run will use. ValueError names the first row that does not fit."""
+    """Tokens of the longest prompt that this run will use. ValueError names the first row that does not
+    fit."""
     longest = 0
     for row in sorted({row for step in range(cfg.steps) for row in step_prompts(step, count, cfg)[0]}):
         longest = max(longest, len(prompt_of(row)))
         if longest >= context:
-            raise ValueError(f"{cfg.train_data}: the prompt of row {row} has {longest} tokens and the model's context "
-                             f"is {context}: no room for a response")
+            raise ValueError(f"{cfg.train_data}: the prompt of row {row} has {longest} tokens and the model's "
+                             f"context is {context}: no room for a response")
     return longest
 
 
@@ -429,12 +442,12 @@ def banner(cfg, config, device, folder, longest, problems):
     kernel = varlen_kernel(device, torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
     distributed.print0(
         f"{cfg.algo}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} = "
-        f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, {cfg.updates_per_rollout * cfg.epochs} update(s) "
-        f"each, on {distributed.world_size()} process(es)\n"
-        f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} on "
-        f"{device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
-        f"data {cfg.train_data}: {len(problems)} problems, {problems.converted} rationale labels converted, longest "
-        f"prompt {longest} + {cfg.max_new_tokens} new tokens in a context of {config.max_position_embeddings}")
+        f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, "
+        f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, on {distributed.world_size()} process(es)\n"
+        f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
+        f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
+        f"data {cfg.train_data}: {len(problems)} problems, {problems.converted} rationale labels converted, "
+        f"longest prompt {longest} + {cfg.max_new_tokens} new of {config.max_position_embeddings} tokens")
 
 
 def main(cfg):
@@ -458,9 +471,10 @@ def main(cfg):
         reference = None if cfg.no_kl else copy.deepcopy(model).requires_grad_(False)
         if reference is not None and device.type == "cuda":
             reference.to(torch.bfloat16)
-        sampler = Sampler(model, eos, vocab_limit, cfg.slots, cfg.dtype)
-        run = Run(cfg, device, folder, model, model, reference, make_optimizer(model, cfg), sampler, tokenizer,
-                  grader, problems, tests, prompt_of)
+        sampler = Sampler(model, eos, vocab_limit, cfg.slots, getattr(torch, cfg.dtype))
+        optimizer = make_optimizer(model, cfg)
+        run = Run(cfg, device, folder, model, model, reference, optimizer, sampler, tokenizer, grader, problems,
+                  tests, prompt_of)
         return train(run, run_folder)
 
 
