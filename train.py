@@ -185,6 +185,7 @@ class Run:
     reference: torch.nn.Module | None
     optimizer: torch.optim.Optimizer
     sampler: Sampler
+    vocab_limit: int                        # ids from here on exist in the weights, not in the tokenizer
     tokenizer: object
     grader: reward.Grader
     problems: data.Problems
@@ -242,7 +243,7 @@ def take_share(run, records, prompts):
 def reference_logp(run, batch):
     if run.reference is None:
         return None
-    logp = batch_logp(run.reference.to(run.device), batch, run.cfg, run.sampler.vocab_limit)
+    logp = batch_logp(run.reference.to(run.device), batch, run.cfg, run.vocab_limit)
     if run.cfg.offload_ref:
         run.reference.to("cpu")
     return logp
@@ -254,7 +255,7 @@ def update(run, step, batch, advantages, logp_old, logp_ref, responses):
     for chosen in update_minibatches(step, responses, run.cfg):
         rows = [b for b, index in enumerate(batch.index) if index in chosen]
         part = accumulate_gradients(run.learner, batch, rows, advantages, logp_old, logp_ref, len(chosen),
-                                    run.cfg, run.sampler.vocab_limit)
+                                    run.cfg, run.vocab_limit)
         steps.append(optimizer_step(run.model, run.optimizer, run.cfg))
         largest = [s.pop("gap_max") for s in (sums, part) if "gap_max" in s]
         sums.update(part)
@@ -338,7 +339,7 @@ def train_step(run, step):
     # with one update per rollout the old log-probs are the current ones; only k1 needs them before the update
     logp_old = None
     if algo.kl == "reward" or cfg.updates_per_rollout * cfg.epochs > 1:
-        logp_old = batch_logp(run.model, batch, cfg, run.sampler.vocab_limit)
+        logp_old = batch_logp(run.model, batch, cfg, run.vocab_limit)
     clock("t_old")
     advantages, returns, stats = compute_advantages(
         cfg.algo, batch.rewards, batch.mask, batch.group, cfg.samples_per_prompt, logp_old,
@@ -473,8 +474,8 @@ def main(cfg):
             reference.to(torch.bfloat16)
         sampler = Sampler(model, eos, vocab_limit, cfg.slots, getattr(torch, cfg.dtype))
         optimizer = make_optimizer(model, cfg)
-        run = Run(cfg, device, folder, model, model, reference, optimizer, sampler, tokenizer, grader, problems,
-                  tests, prompt_of)
+        run = Run(cfg, device, folder, model, model, reference, optimizer, sampler, vocab_limit, tokenizer,
+                  grader, problems, tests, prompt_of)
         return train(run, run_folder)
 
 
