@@ -102,5 +102,5 @@ def gather_objects(obj):
 
 
 def print0(*args, **kwargs):
-    if rank() == 0:
+    if os.environ.get("RANK", "0") == "0":          # also before the group exists
         print(*args, **{"flush": True, **kwargs})

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import signal
 import sys
 import time
@@ -183,7 +184,7 @@ class Run:
     model: torch.nn.Module                  # fp32 master weights
     learner: torch.nn.Module                # the same, DDP-wrapped under torchrun; makes gradients
     reference: torch.nn.Module | None
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     sampler: Sampler
     vocab_limit: int                        # ids from here on exist in the weights, not in the tokenizer
     tokenizer: object
@@ -397,15 +398,13 @@ def score(run):
 
 
 def train(run, run_folder):
-    """Evaluate, loop, save, evaluate -> exit status."""
+    """Resume, evaluate, loop, save, evaluate -> exit status."""
     cfg, state = run.cfg, {"next_step": 0, "skipped": 0, "initial": None, "seconds": 0.0}
     newest, notes = checkpoint.latest_complete(run_folder)
     distributed.print0(*notes, sep="\n", end="\n" if notes else "")
     if newest:
         state = checkpoint.load(newest, run.model, run.optimizer)
         distributed.print0(f"resuming after step {state['next_step']} from {newest.name}")
-    if distributed.world_size() > 1:
-        run.learner = DistributedDataParallel(run.model)
     log = runlog.RunLog(cfg, run_folder, run.device, state["next_step"])
     before = state["seconds"]
 
@@ -444,38 +443,45 @@ def banner(cfg, config, device, folder, longest, problems):
     distributed.print0(
         f"{cfg.algo}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} = "
         f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, "
-        f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, on {distributed.world_size()} process(es)\n"
+        f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
         f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
         f"data {cfg.train_data}: {len(problems)} problems, {problems.converted} rationale labels converted, "
         f"longest prompt {longest} + {cfg.max_new_tokens} new of {config.max_position_embeddings} tokens")
 
 
+def build(cfg, device):
+    """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
+    keys = cfg.question_key, cfg.answer_key, reward.read_label
+    problems = data.load_problems(cfg.train_data, *keys, split="train")
+    tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else None
+    folder = local_folder(cfg.model)
+    config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
+    eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
+    prompt_of = functools.lru_cache(None)(
+        lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
+    longest = longest_prompt(prompt_of, cfg, config.max_position_embeddings, len(problems))
+    grader = reward.Grader(cfg.reward, cfg.reward_workers, cfg.reward_concurrency)
+    model = load_model(folder, device=device)
+    model.activation_checkpointing = cfg.activation_checkpointing
+    reference = None if cfg.no_kl else copy.deepcopy(model).requires_grad_(False)
+    if reference is not None and device.type == "cuda":
+        reference.to(torch.bfloat16)
+    sampler = Sampler(model, eos, vocab_limit, cfg.slots, getattr(torch, cfg.dtype))
+    banner(cfg, config, device, folder, longest, problems)
+    return Run(cfg, device, folder, model, model, reference, None, sampler, vocab_limit, tokenizer, grader,
+               problems, tests, prompt_of)
+
+
 def main(cfg):
     with cli.user_errors():
         cfg, device = resolve(cfg)
         run_folder = runlog.check_folder(cfg, MAY_CHANGE)
-        keys = cfg.question_key, cfg.answer_key, reward.read_label
-        problems = data.load_problems(cfg.train_data, *keys, split="train")
-        tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else None
-        folder = local_folder(cfg.model)
-        config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
-        eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
-        prompt_of = functools.lru_cache(None)(
-            lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
-        longest = longest_prompt(prompt_of, cfg, config.max_position_embeddings, len(problems))
-        grader = reward.Grader(cfg.reward, cfg.reward_workers, cfg.reward_concurrency)
-        model = load_model(folder, device=device)
-    model.activation_checkpointing = cfg.activation_checkpointing
-    with distributed.process_group(device, cfg.timeout_minutes), grader:
-        banner(cfg, config, device, folder, longest, problems)
-        reference = None if cfg.no_kl else copy.deepcopy(model).requires_grad_(False)
-        if reference is not None and device.type == "cuda":
-            reference.to(torch.bfloat16)
-        sampler = Sampler(model, eos, vocab_limit, cfg.slots, getattr(torch, cfg.dtype))
-        optimizer = make_optimizer(model, cfg)
-        run = Run(cfg, device, folder, model, model, reference, optimizer, sampler, vocab_limit, tokenizer,
-                  grader, problems, tests, prompt_of)
+        run = build(cfg, device)
+    with distributed.process_group(device, cfg.timeout_minutes), run.grader:
+        run.optimizer = make_optimizer(run.model, cfg)
+        if distributed.world_size() > 1:
+            run.learner = DistributedDataParallel(run.model)
         return train(run, run_folder)
 
 
