@@ -44,11 +44,15 @@ def _first_paragraph(boxed):
 
 
 def _suggestion(config_class, argv):
-    known = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
-    given = [a.split("=")[0].replace("_", "-") for a in argv if a.startswith("--")]
-    unknown = [a for a in given if a not in known and a != "--help"]
-    near = [m for a in unknown for m in difflib.get_close_matches(a, known, n=1)]
-    return f"; did you mean {', '.join(near)}?" if near else ""
+    """The nearest options that exist: by beginning, by initials (learning-rate: lr), by spelling."""
+    known = {("no-" if field.default is True else "") + field.name.replace("_", "-"): field.name
+             for field in dataclasses.fields(config_class)}
+    near = []
+    for word in (a[2:].split("=")[0].replace("_", "-") for a in argv if a.startswith("--")):
+        if word and word != "help" and word not in known:
+            close = [k for k in known if k.startswith(word) or k == "".join(w[:1] for w in word.split("-"))]
+            near += (close or difflib.get_close_matches(word, known, n=1))[:1]
+    return f"; did you mean {', '.join('--' + k for k in near)}?" if near else ""
 
 
 def fail(message):
