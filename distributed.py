@@ -8,9 +8,13 @@ sums.
 import contextlib
 import datetime
 import os
+import sys
 
 import torch
 import torch.distributed as dist
+
+
+_timeout = datetime.timedelta(minutes=30)       # of the process group
 
 
 def rank():
@@ -27,11 +31,11 @@ def pick_device(name="auto"):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if not torch.cuda.is_available() or local >= torch.cuda.device_count():
-            raise ValueError(f"--device cuda: process {local} of this machine has no GPU "
-                             f"({torch.cuda.device_count()} visible); use --device cpu or fewer processes")
-        return torch.device("cuda", local)
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:             # on every process alike: the first one, which prints, has a GPU
+            raise ValueError(f"--device cuda: {here} process(es) on this machine, {gpus} visible GPU(s); "
+                             "use --device cpu or fewer processes")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if name == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: not available on this machine; use --device cpu")
     if name not in ("cpu", "mps"):
@@ -50,11 +54,12 @@ def compute_dtype(name, device):
 def process_group(device, timeout_minutes):
     """Joins torchrun's process group, if this process is part of one, and leaves it at the end. A collective
     that waits longer than the time-out ends the job; `stage` tells the log which step it was."""
+    global _timeout
+    _timeout = datetime.timedelta(minutes=timeout_minutes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(minutes=timeout_minutes))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout)
     try:
         yield
     finally:
@@ -70,7 +75,8 @@ def stage(name):
         yield
     except RuntimeError as error:
         if world_size() > 1:
-            print(f"[rank {rank()}] failed in {name}: {str(error).splitlines()[0]}", flush=True)
+            reason = str(error).partition("\n")[0]
+            print(f"[rank {rank()}] failed in {name}: {reason}", file=sys.stderr, flush=True)
         raise
 
 
@@ -78,7 +84,7 @@ def all_sum(values, device):
     """{name: number or 0-dim tensor} summed over ranks in one fp64 collective, on every rank -> {name:
     float}."""
     on = torch.device("cpu") if device.type == "mps" else device
-    total = torch.stack([torch.as_tensor(v, dtype=torch.float64).to(on) for v in values.values()])
+    total = torch.tensor([float(v) for v in values.values()], dtype=torch.float64, device=on)
     if dist.is_initialized():
         dist.all_reduce(total)
     return dict(zip(values, total.tolist(), strict=True))
@@ -93,9 +99,13 @@ def all_max(value, device):
 
 
 def gather_objects(obj):
-    """List of every rank's object, in rank order, on every rank (pickle between our own processes only)."""
+    """List of every rank's object, in rank order, on every rank (pickle between our own processes only).
+    Ranks meet here after work of unequal length. On Gloo rank 0 names those who are late, and loses patience
+    a little before the others, so that it has its say before they end the job."""
     if world_size() == 1:
         return [obj]
+    if dist.get_backend() == "gloo":
+        dist.monitored_barrier(timeout=_timeout * 0.9, wait_all_ranks=True)
     out = [None] * world_size()
     dist.all_gather_object(out, obj)
     return out
