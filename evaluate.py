@@ -121,41 +121,27 @@ def subset_sha256(problems, rows):
 # line
 @dataclasses.dataclass
 class Config:
-    model: str = "tiny/model"
-    """model folder (a checkpoint of a run is one) or hub name"""
-    data: str = "tiny/test.jsonl"
-    """JSONL or parquet file, folder of shards, or hub data set"""
-    split: str = "test"
-    """split, where the data source has several"""
+    model: str = "tiny/model"  # model folder (a checkpoint of a run is one) or hub name
+    data: str = "tiny/test.jsonl"  # JSONL or parquet file, folder of shards, or hub data set
+    split: str = "test"                               # split, where the data source has several
     question_key: str = "question"
     answer_key: str = "answer"
-    rows: int = 256
-    """prompts: the first of a permutation seeded with --seed (0: all)"""
-    samples: int = 4
-    """responses per prompt"""
-    k: tuple[int, ...] = ()
-    """the k of pass@k (default 1, 2, 4, ... up to --samples)"""
-    seed: int = 29
-    """sampling noise and choice of rows"""
+    rows: int = 256  # prompts: the first of a permutation seeded with --seed (0: all)
+    samples: int = 4                                  # responses per prompt
+    k: tuple[int, ...] = ()                           # the k of pass@k (default 1, 2, 4, ... up to --samples)
+    seed: int = 29                                    # sampling noise and choice of rows
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 1024
-    thinking: bool = True
-    """let the chat template open a thinking block (--no-thinking: not)"""
-    reward: str = "math"
-    """'math', or file.py:function"""
-    reward_workers: int = 4
-    """processes for symbolic answers and own functions"""
-    slots: int = 64
-    """responses decoded at a time"""
+    thinking: bool = True  # let the chat template open a thinking block (--no-thinking: not)
+    reward: str = "math"                              # 'math', or file.py:function
+    reward_workers: int = 4                           # processes for symbolic answers and own functions
+    slots: int = 64                                   # responses decoded at a time
     device: str = "auto"
-    dtype: str = "auto"
-    """auto (bfloat16 on CUDA, else float32), float32, bfloat16"""
-    timeout_minutes: float = 60.0
-    """how long a process waits for a slower one"""
-    out: str = ""
-    """folder for responses.jsonl and summary.json (none: print only)"""
+    dtype: str = "auto"  # auto (bfloat16 on CUDA, else float32), float32, bfloat16
+    timeout_minutes: float = 60.0                     # how long a process waits for a slower one
+    out: str = ""  # folder for responses.jsonl and summary.json (none: print only)
 
 
 def resume_records(folder, identity, samples):

@@ -53,87 +53,57 @@ MAY_CHANGE = {"steps", "save_every", "keep", "out", "resume", "device", "timeout
 @dataclasses.dataclass
 class Config:
     # --- what
-    algo: Literal[(*ALGORITHMS, *ALIASES)] = "reinforce_pp_baseline"
-    """the table in advantage.py says what each does"""
-    model: str = "tiny/model"
-    """start and reference: a Hugging Face folder, a checkpoint of a run, or a hub name"""
-    train_data: str = "tiny/train.jsonl"
-    """JSONL or parquet file, folder of shards, or hub data set"""
-    eval_data: str = "tiny/test.jsonl"
-    """as train_data, for the evaluation before and after ('' for none)"""
-    question_key: str = "question"
-    answer_key: str = "answer"
-    reward: str = "math"
-    """'math' (boxed or #### answers, exact), or file.py:function"""
-    out: str = ""
-    """run folder (default out/ALGO-seedSEED)"""
-    resume: bool = False
-    """go on from the newest complete checkpoint in the run folder; start when there is none"""
+    algo: Literal[(*ALGORITHMS, *ALIASES)] = "reinforce_pp_baseline"  # see the table in advantage.py
+    model: str = "tiny/model"               # start and reference: model folder, checkpoint or hub name
+    train_data: str = "tiny/train.jsonl"    # JSONL or parquet file, folder of shards, or hub data set
+    eval_data: str = "tiny/test.jsonl"      # as train_data, scored before and after ('' for none)
+    question_key: str = "question"          # column of the data
+    answer_key: str = "answer"              # column of the data
+    reward: str = "math"                    # 'math' (boxed or #### answers, exact), or file.py:function
+    out: str = ""                           # run folder (default out/ALGO-seedSEED)
+    resume: bool = False                    # go on from the newest complete checkpoint, if there is one
     # --- budget
-    steps: int = 60
-    """rollouts"""
-    prompts_per_step: int = 16
-    samples_per_prompt: int = 8
-    """K, the group"""
-    max_new_tokens: int = 80
-    updates_per_rollout: int = 1
-    """mini-batches a rollout is cut into; must divide prompts x samples"""
-    epochs: int = 1
-    """passes over each rollout"""
+    steps: int = 60                         # rollouts
+    prompts_per_step: int = 16              # of all ranks together
+    samples_per_prompt: int = 8             # K, the group
+    max_new_tokens: int = 80                # cap of a response
+    updates_per_rollout: int = 1            # mini-batches a rollout is cut into; divides prompts x K
+    epochs: int = 1                         # passes over each rollout
     # --- objective
-    lr: float = 1e-4
-    kl_coef: float | None = None
-    """weight of the KL to the reference (default 0.01)"""
-    no_kl: bool = False
-    """no reference model at all"""
-    clip: float = 0.2
-    """PPO clip of the ratio"""
-    gamma: float | None = None
-    """discount of the token reward, reinforce_pp only (default 1)"""
-    temperature: float = 1.0
+    lr: float = 1e-4                        # of AdamW, constant
+    kl_coef: float | None = None            # weight of the KL to the reference (default 0.01)
+    no_kl: bool = False                     # no reference model at all
+    clip: float = 0.2                       # PPO clip of the ratio
+    gamma: float | None = None              # discount of the token reward, reinforce_pp only (default 1)
+    temperature: float = 1.0                # of sampler and learner alike
     beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-8
-    weight_decay: float = 0.1
-    """not on norms"""
-    grad_clip: float = 1.0
-    """global L2 norm"""
-    thinking: bool = True
-    """let the chat template open a thinking block (--no-thinking: not)"""
-    # --- randomness
-    seed: int = 42
-    """sampling noise"""
-    data_seed: int = 42
-    """prompt order, shared by the arms of a comparison"""
-    # --- evaluation
-    eval_rows: int = 256
-    eval_samples: int = 4
-    eval_seed: int = 29
+    weight_decay: float = 0.1               # not on norms
+    grad_clip: float = 1.0                  # global L2 norm
+    thinking: bool = True                   # let the chat template open a thinking block
+    # --- randomness and evaluation
+    seed: int = 42                          # sampling noise
+    data_seed: int = 42                     # prompt order, shared by the arms of a comparison
+    eval_rows: int = 256                    # test prompts
+    eval_samples: int = 4                   # responses to each
+    eval_seed: int = 29                     # their noise, and the choice of rows
     # --- machine
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the computation; auto: bfloat16 on CUDA, else float32. Master weights are always float32"""
-    max_tokens_per_device: int = 4096
-    """tokens of one micro-batch, shared prompts counted once"""
-    slots: int = 128
-    """responses decoded at a time on each device"""
-    activation_checkpointing: bool = False
-    offload_ref: bool = False
-    """keep the reference model on the CPU between uses"""
-    zero: bool = False
-    """shard the optimizer state over the ranks"""
-    timeout_minutes: float = 30.0
-    """how long a collective waits for the slowest rank"""
-    reward_workers: int = 4
-    reward_concurrency: int = 16
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA where there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on CUDA. Masters: fp32
+    max_tokens_per_device: int = 4096       # of one micro-batch, a shared prompt counted once
+    slots: int = 128                        # responses decoded at a time on each device
+    activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, a third more time
+    offload_ref: bool = False               # keep the reference model on the CPU between uses
+    zero: bool = False                      # shard the optimizer state over the ranks
+    timeout_minutes: float = 30.0           # how long a collective waits for the slowest rank
+    reward_workers: int = 4                 # processes for symbolic answers and own functions
+    reward_concurrency: int = 16            # answers in flight
     # --- files
-    save_every: int = 0
-    """steps between checkpoints (0: only the last, -1: none)"""
-    keep: int = 0
-    """newest checkpoints to keep (0: all)"""
-    max_skipped: int = 3
-    """updates in a row with a non-finite gradient before the run stops"""
-    tensorboard: bool = True
+    save_every: int = 0                     # steps between checkpoints (0: only the last, -1: none)
+    keep: int = 0                           # newest checkpoints to keep (0: all)
+    max_skipped: int = 3                    # steps in a row with a non-finite gradient before the run stops
+    tensorboard: bool = True                # also write TensorBoard events
 
 
 def resolve(cfg):
