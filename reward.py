@@ -1,0 +1,456 @@
+r"""Rewards: find the answer that a response marks, compare it exactly with the label, tell wrong from unreadable.
+
+    python reward.py responses.jsonl             # rows {"response", "label"}; one verdict a line ('-': stdin)
+    python reward.py responses.jsonl --reward mine.py:score
+
+Marked is the last \boxed{...}; without a box, what follows the last '####' (docs/algorithms.md, "Rewards"). A
+label that is a number is compared exactly, here; a formula (MATH) goes to math-verify, in worker processes with
+a time and a memory limit. Text of a model is never evaluated. It must say one value: ranges, lists, '10 or 12',
+'80 - 8', '5:30', half a mixed number are "unparsed", and so are 'about 72', '72!', '> 72'. Units are not
+converted: 72% is 72, not 0.72. A reward of your own, function(response, label, question) -> number or bool, all
+three texts, runs in the workers too; what it prints goes to stderr.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import re
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import NamedTuple
+
+SAID, FORMULA, DIGITS = 200, 1000, 600   # longest answer reported; given to math-verify; digits of a fraction
+
+
+class Verdict(NamedTuple):
+    reward: float
+    kind: str               # right | wrong | unparsed | error | timeout; the last two do not judge the response
+    said: str | None        # the marked answer, shortened
+    detail: str | None = None
+
+
+# ---------------------------------------------------------------------------------------- the marked answer
+_TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|end_of_text|eot_id)\|>|<end_of_turn>|</s>")
+_BRACE = re.compile(r"\\boxed\s*\{|\\(?!\\boxed).|[{}]", re.DOTALL)          # an escaped brace is no brace
+_BLANK, _INK = re.compile(r"\s*\}"), re.compile(r"[^\s*_:`$\\()\[\]]")
+
+
+def extract_answer(text):
+    """What `text` marks as its answer, or None: nothing is marked, or the last box is not closed. Marks inside
+    <think>...</think> count only when nothing outside marks an answer; a lone </think> ends thinking that the
+    prompt began. The time is linear in the length of any text."""
+    outside, inside, thinking = [], [], False
+    for piece in re.split(r"(</?think>)", _TURN.sub("\n", text)):
+        if piece == "</think>" and not thinking:
+            inside += outside
+            outside = []
+        if piece in ("<think>", "</think>"):
+            thinking = piece == "<think>"
+        else:
+            (inside if thinking else outside).append(piece)
+    parts = "\n".join(outside), "\n".join(inside)
+    tries = (find(part) for part in parts for find in (_last_box, _after_hashes))
+    return next((answer for marked, answer in tries if marked), None)
+
+
+def _last_box(text):
+    """(is there a box?, the content of the last or None if it is unclosed). An empty box, as in an echoed
+    instruction, is none; of nested boxes the outermost counts, since it closes last."""
+    opened, last = [], None                                     # (start of the content, is it a box's?)
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "}":
+            start, is_box = opened.pop() if opened else (0, False)
+            last = (start, brace.start()) if is_box and not _BLANK.match(text, start) else last
+        elif brace[0][-1] == "{" and brace[0] != "\\{":
+            opened.append((brace.end(), brace[0] != "{"))
+    unclosed = any(is_box and (not last or start > last[0]) for start, is_box in opened)
+    return bool(last) or unclosed, text[slice(*last)].strip() if last and not unclosed else None
+
+
+def _after_hashes(text):
+    """(is there a '####'?, the rest of its line, or the next line with something on it, or None)."""
+    mark = text.rfind("####")
+    line = text.rfind("\n", 0, max(mark, 0)) + 1
+    stop = line + len(text[line:].split("\n", 1)[0].rstrip("# \t\r"))        # '#### 72 ####': closed heading
+    mark = text.rfind("####", line, stop) if "####" in text[line:stop] else mark
+    ink = _INK.search(text, mark + 4)
+    if mark < 0 or not ink:
+        return mark >= 0, None
+    start = max(mark + 4, text.rfind("\n", 0, ink.start()) + 1)
+    return True, text[start:stop if ink.start() < stop else None].split("\n", 1)[0].strip()
+
+
+# ------------------------------------------------------------------------------------------- exact numbers
+_THIN = "\u2009"                                                # separates thousands, as in 1\,800
+_WRAP = re.compile(r"\\(?:(?:text|math)[a-z]*|boxed|boldsymbol|bm|mbox|emph|underline|operatorname|left|right|"
+                   r"displaystyle|q?quad|pounds|euro)(?![A-Za-z])|\\[\\()\[\]$]|[$`]")
+_FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
+_STARS = re.compile(r"(?<![\w*)])(\*{1,3})(?![\s*])([^*]*)(?<!\s)\1(?![\w*(])")
+_LEAD = re.compile(r"(?:(?:the|final|correct|so|thus|therefore|total|answer|result|value|is|are|equals|usd|eur|"
+                   r"gbp|inr|us|rs)\b\.?\s*)*[:=]?\s*", re.I)
+_INT = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
+_DEC = rf"(?:{_INT}(?:\.[0-9]+)?|\.[0-9]+)"
+_SCALE = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NUMBER = re.compile(                                            # 3 1/4, 3/4, 1,800.50, 1e3, 1.8 x 10^3
+    rf"([+-]|(?:minus|negative)\b)?\s*(?:(?:({_INT})\s)?({_DEC})\s?/\s?(-?{_DEC})|({_DEC})(?:(?:e|\s?"
+    rf"(?:[x×·*]|\\times|\\cdot)\s?10\s?\^\s?)([+-]?[0-9]{{1,4}})(?![0-9]))?)"
+    rf"(?:\s?({'|'.join(filter(None, _SCALE))})\b)?", re.I)
+# After the number come units with exponents, then perhaps a comment, which begins at _CUT. A digit among the
+# units is a second number; a _BAD word there (a variable, 'or', 'half') makes the number a part of the value.
+_UNIT = re.compile(r"(?:(?<!\s)-|\s?[/·]\s?)?[^\W\d_]+\.?(?:(?:\^\(?-?[0-9]\)?|[23])(?![0-9A-Za-z]))?")
+_CUT = re.compile(r"[.;:。](?=\s|$)|,(?=\s*[^\W\d_]|\s*$)|(?<=[^\W\d_])!|\s[(\[]|—|"
+                  r"\b(?:because|since|which|that|this|as|where)\b", re.I)
+_BAD = re.compile(r"(?<![^\W\d_])(?:(?!a [^\W\d_])(?![mglshdLWVJNCFUS])[A-Za-z\u0391-\u03c9]|(?i:or|not|never|pi|xy|"
+                  r"sin|cos|tan|log|ln|squared|cubed|times|plus|minus|point|half|halves|thirds|(?:four|fif|six|"
+                  r"eigh|ten)ths|and (?:an?|one|two|three)))(?![^\W\d_])")
+_HEDGE = re.compile(r"[\s.,;:。!—(\[]*(?:(?:or|maybe|perhaps|possibly|alternatively|either|wait|[b-hj-z])"
+                    r"(?![^\W\d_])|and\s+\S*[0-9])|[\s.,;:。!—]*[0-9]|\s*[(\[][\s0-9.,/%+-]*[)\]]\W*$", re.I)
+
+
+@lru_cache(maxsize=4096)
+def _ascii(char):
+    """A character outside ASCII in this file's notation: digits of any script, ½, ², dashes, currency, spaces."""
+    plain = unicodedata.normalize("NFKC", char).replace("\u2044", "/")
+    kind = {"<frac": " ", "<supe": "^", "<wide": ""}.get(unicodedata.decomposition(char)[:5])
+    return {"Pd": char if char in "—―" else "-", "Sc": " ", "Cf": "", "Zs": _THIN,
+            "Nd": str(unicodedata.digit(char, ""))}.get(
+        "Pd" if char == "−" else unicodedata.category(char), char if kind is None else kind + plain)
+
+
+def _plain(text):
+    """`text` without LaTeX, markdown and currency; a command that is not understood keeps its backslash."""
+    text = re.sub(r"[^\x00-\x7f]", lambda m: _ascii(m[0]), text).replace("\\!", "")
+    text = re.sub(r"\^?\s?\{?(?:°|\\(?:circ|degree)(?![a-z]))\}?", "°", text)
+    text = _WRAP.sub(" ", re.sub(r"\\[,;: ]|(?<=[\w%])~", _THIN, text)).replace("\\%", "%")
+    text = _FRAC.sub(lambda m: f" {m[1] or m[2] or ''}/{m[3] or m[4] or ''} ", text)
+    text = text.replace("{", "").replace("}", "")
+    text = re.sub(rf"(?<=[0-9]){_THIN}(?=[0-9]{{3}}(?![0-9]))", ",", text)
+    return " ".join(_STARS.sub(r"\2", text).split())
+
+
+def _one(text):
+    """Value (Decimal or Fraction) of plain `text` that says one number, units and a comment allowed, or None."""
+    text = text.strip(" *_#\"'“”‘’•")
+    inner = re.fullmatch(r"\(([^(),]*)\)\.?", text)
+    text = inner[1].strip() if inner else text
+    found = _NUMBER.match(text, _LEAD.match(text).end())
+    if not found:
+        return None
+    tail = text[found.end():]
+    cut = _CUT.search(tail)
+    units, comment = (tail[:cut.start()], tail[cut.start():]) if cut else (tail, "")
+    if _UNIT.sub("", units).strip(" %°'\"’′″") or _BAD.search(units) or _HEDGE.match(comment):
+        return None
+    sign, whole, over, under, decimal, power, scale = ((g or "").replace(",", "") for g in found.groups())
+    power, minus = int(power or 0) + _SCALE[scale.lower()], sign not in ("", "+")
+    if decimal:                                                 # exact at any length, which int() refuses
+        return Decimal(f"{'-' * minus}{decimal}e{power}")
+    if len(found[0]) > DIGITS or not Fraction(under):
+        return None
+    value = Fraction(over) / Fraction(under)
+    if whole and not 0 < value < 1:
+        return None
+    return (value + int(whole or 0)) * (-1) ** minus * 10 ** power
+
+
+def _number(text):
+    """The one number that `text` says, or None. Of an equation the sides that are numbers must agree; a name
+    ('x', 'f(2)') or a calculation without variables ('8 boxes * 9') may stand beside them."""
+    text = _plain(text)
+    value, values = _one(text), []
+    for side in text.split("=") if value is None else ():
+        number = _one(side)
+        bare = re.sub(r"\\[A-Za-z]+|_\w+|\([^()]*\)|(?<=[0-9 ])x(?= ?[0-9])", "*", side)
+        variable = re.search(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])", bare)
+        if number is not None:
+            values.append(number)
+        elif re.search(r"[<>!?≠≈~;|]|^ ?-\D|\b(?:or|not)\b", side) or re.search(r"[0-9]", bare) and (
+                variable or not re.search(r"[-+*/×÷·^]", bare)):
+            return None
+    return values[0] if values and all(v == values[0] for v in values) else value
+
+
+# -------------------------------------------------------------------------------------------------- labels
+def read_label(label, where=""):
+    r"""(canonical text of `label`, was it cut out of a rationale '... #### 72' or '... \boxed{72}'?).
+
+    A label is a number (72, 72.0, '$1,800' -> '1800', '3 1/4' -> '13/4', '72%' -> '72') or a formula that
+    math-verify reads (LaTeX, an expression, an interval, '1, 2'). Words, sentences, ranges, clock times, bool,
+    list, null and empty text are a ValueError, one line that begins with `where` (see read_text for words)."""
+    try:
+        if isinstance(label, bool) or not isinstance(label, (str, int, float, Decimal)):
+            raise ValueError("is null" if label is None else f"is a {type(label).__name__}")
+        text = label.strip() if isinstance(label, str) else format(
+            Decimal(label if isinstance(label, int) else str(label)), "f")
+        boxed, hashes = "\\boxed" in text, text.rpartition("####")
+        return _label(hashes[2].strip() if hashes[1] else extract_answer(text) or "" if boxed else text)[0], bool(
+            boxed or hashes[1])
+    except ValueError as error:
+        raise ValueError(f"{where}{where and ': '}label {label!r:.80} {error}") from None
+
+
+def read_text(label, where=""):
+    """read_label for rewards of your own: any number or text that is not empty, as text, unchanged."""
+    if isinstance(label, (str, int, float, Decimal)) and str(label).strip():
+        return str(label), False
+    raise ValueError(f"{where}{where and ': '}label {label!r:.80} is empty or no text")
+
+
+@lru_cache(maxsize=65536)
+def _label(text):
+    """(canonical text, its number or None for a formula). A label has no comment: at most four words."""
+    sentence = len(text.split()) > 4 or re.search(r"[^\W\d_]{2}\.$|[\n:;]| \(", text)
+    value = None if sentence else _number(text)
+    if value is not None:
+        shown = str(value) if isinstance(value, Fraction) else format(value, "f")
+        return (shown.rstrip("0").rstrip(".") if "." in shown else shown) if value else "0", value
+    words = re.sub(r"\\(?:text|mathrm|mathbf|mbox|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|sqrt|sin|cos|tan|log|ln", " ", text)
+    if (len(text) > FORMULA or "\n" in text or "<<" in text or text.count("{") != text.count("}")
+            or re.search(r"[^\W\d_]{3}|\b(?:or|of|to|is|at|in|am|pm|no|on|by|kg|km|cm|mm|N/A)\b", words)
+            or not re.search(r"\\[A-Za-z]|[\^_+*/=<>(\[|]|[0-9-][A-Za-z]|[A-Za-z] -|, |^[A-Za-z]$", text)
+            or not re.search(", |,-", text) and re.fullmatch(r"[0-9+-][0-9\s.,:/+\-–%*x]*", text)):
+        raise ValueError("is neither one number nor a formula" if text else "is empty")
+    reply = _shared().ask(text, text, "")
+    if not reply.get("value"):
+        raise ValueError(f"is no formula that can be read ({reply.get('error', 'math-verify: not equal to itself')})")
+    return text, None
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+def grade(response, label):
+    """Verdict of one response. It never raises: a label that cannot be read gives "error", never "wrong"."""
+    return _grade(_shared, response, label)
+
+
+def _grade(grader, response, label):
+    """`grader()` is asked only when the label is a formula that the answer does not repeat literally."""
+    said = extract_answer(response) if isinstance(response, str) else None
+
+    def verdict(kind, detail=None):
+        return Verdict(float(kind == "right"), kind, said and said[:SAID], detail)
+
+    try:
+        text, gold = _label(read_label(label)[0])
+    except ValueError as error:
+        return verdict("error", str(error))
+    if said is None:
+        return verdict("unparsed" if isinstance(response, str) else "error", "no marked answer")
+    value = None if gold is None else _number(said)
+    if value is not None or "".join(said.split()) == "".join(text.split()):
+        return verdict("right" if value == gold else "wrong")
+    if gold is not None or len(said) > FORMULA:
+        return verdict("unparsed", "too long for a formula" if gold is None else "not one number")
+    reply = grader().ask(said, text, "")
+    if "error" in reply:
+        return verdict(reply.get("kind", "error"), reply["error"])
+    return verdict({True: "right", False: "wrong", None: "unparsed"}[reply["value"]])
+
+
+class Grader(contextlib.AbstractContextManager):
+    """Grades batches. Formulas, and rewards of your own (`spec` "file.py:function"), go to `workers` processes;
+    at most `concurrency` responses are in hand at a time, each for `timeout_s` seconds and `memory_gib` above
+    what a worker has after loading. A worker that hangs or dies is replaced, its response is "timeout" or
+    "error", the others are graded as ever. ValueError when `spec` cannot be loaded."""
+
+    def __init__(self, spec="math", workers=4, concurrency=16, timeout_s=5.0, memory_gib=4.0):
+        if min(workers, concurrency) < 1 or not min(timeout_s, memory_gib) > 0:
+            raise ValueError("workers, concurrency, timeout_s and memory_gib must be positive")
+        self.spec, self.concurrency = spec, concurrency
+        self.workers = [_Worker(spec, timeout_s, memory_gib) for _ in range(workers)]
+        self.idle = queue.LifoQueue()                           # a warm worker before a new one
+        for worker in self.workers:
+            self.idle.put(worker)
+        if spec != "math":
+            worker.start()                                      # a missing file or function shows now
+
+    def close(self, *_):
+        for worker in self.workers:
+            worker.stop()
+
+    __exit__ = close
+
+    def ask(self, *job):
+        worker = self.idle.get()
+        try:
+            return worker.ask(job)
+        finally:
+            self.idle.put(worker)
+
+    def grade(self, responses, labels, questions=None):
+        """Verdicts of `responses` against `labels` in order; `questions` are for a reward of your own."""
+        questions = [""] * len(responses) if questions is None else questions
+        if not len(responses) == len(labels) == len(questions):
+            raise ValueError(f"{len(responses)} responses, {len(labels)} labels, {len(questions)} questions")
+        with ThreadPoolExecutor(self.concurrency) as threads:
+            return list(threads.map(self._grade_one, responses, labels, questions))
+
+    def _grade_one(self, response, label, question):
+        if self.spec == "math":
+            return _grade(lambda: self, response, label)
+        said = (extract_answer(response) or "")[:SAID] or None
+        reply = self.ask(response, str(label), question)
+        if "error" in reply:
+            return Verdict(0.0, reply.get("kind", "error"), said, reply["error"])
+        return Verdict(reply["value"], "right" if reply["value"] > 0 else "wrong", said)
+
+
+@lru_cache(maxsize=1)
+def _shared():
+    return Grader(workers=1)                                    # of grade() and read_label()
+
+
+# ------------------------------------------------------------------------------------------------- workers
+class _Worker:
+    """This file as a child process; JSON to and fro. The limit is a kill from outside, which ends any loop in
+    any code; the parent needs no signal handler and no fork, so that each of its threads may ask."""
+
+    def __init__(self, spec, timeout_s, memory_gib):
+        self.settings, self.timeout_s, self.process = [spec, str(timeout_s), str(memory_gib)], timeout_s, None
+
+    def start(self):
+        self.pipe, theirs = Pipe()
+        command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs.fileno()), *self.settings]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
+                                        start_new_session=True)
+        theirs.close()
+        reply = self._reply(120.0)
+        if "error" in reply:
+            self.stop()
+            raise ValueError(f"reward {self.settings[0]!r}: {reply['error']}")
+
+    def stop(self):
+        if self.process:
+            with contextlib.suppress(OSError):                  # with the children of a user's function
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.pipe.close()
+            self.process = None
+
+    def ask(self, job):
+        """{"value"} or {"error"}, with "kind" when the worker hung or died; it is replaced at once, so that the
+        next batch is as fast as ever."""
+        try:
+            if not self.process:
+                self.start()
+            self.pipe.send_bytes(json.dumps(job).encode())
+            reply = self._reply(self.timeout_s)
+            if "kind" in reply:
+                self.stop()
+                self.start()
+            return reply
+        except (ValueError, OSError) as error:
+            self.stop()
+            return {"error": str(error)}
+
+    def _reply(self, seconds):
+        try:
+            if self.pipe.poll(seconds):
+                return json.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            return {"kind": "error", "error": "the worker died"}
+        return {"kind": "timeout", "error": f"no verdict within {seconds:g} s"}
+
+
+def _serve(fd, spec, timeout_s, memory_gib):
+    """The worker's side: the first reply says that it is ready. An alarm ends it when the parent is gone."""
+    pipe, function = Connection(int(fd)), None
+    with contextlib.suppress(EOFError):
+        for job in itertools.chain([b""], iter(pipe.recv_bytes, None)):
+            signal.alarm(math.ceil(float(timeout_s)) + 5 if job else 120)
+            try:
+                reply = {"value": function(*json.loads(job)) if job else None}
+                if not job:
+                    function = _math_function() if spec == "math" else _own_function(*spec.rsplit(":", 1))
+                    with contextlib.suppress(OSError, ValueError):           # where the platform has it
+                        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                        resource.setrlimit(resource.RLIMIT_AS, (used + int(float(memory_gib) * 2 ** 30),) * 2)
+            except BaseException as error:                      # sys.exit() in a user's function is an error
+                reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+            signal.alarm(0)
+            pipe.send_bytes(json.dumps(reply).encode())
+
+
+def _own_function(path, name):
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    function = runpy.run_path(path)[name]
+
+    def reward(*job):
+        value = function(*job)
+        if not hasattr(value, "__float__") or not math.isfinite(value):
+            raise ValueError(f"{name} returned {value!r:.80}, not a finite number")
+        return float(value)
+    return reward
+
+
+def _math_function():
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy.parsing import sympy_parser
+    logging.disable(logging.CRITICAL)
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+
+    evaluate = sympy_parser.eval_expr
+
+    def guarded(code, *scope):                                  # the only way from text to eval()
+        if not re.fullmatch(r"(?:Symbol|Integer|Float) \('?[\w.]+'? \)|\w ", code):
+            raise ValueError("text is not evaluated")
+        return evaluate(code, *scope)
+    sympy_parser.eval_expr = guarded
+
+    def reward(said, label, _question):
+        gold, value = (parse(f"\\boxed{{{text}}}", config, "no_fallback", parsing_timeout=None)
+                       for text in (label, said))
+        if not gold:
+            raise ValueError("math-verify cannot read the label")
+        return verify(gold, value, float_rounding=30, numeric_precision=30, timeout_seconds=None,
+                      raise_on_error=True) if value else None
+    return reward
+
+
+# -------------------------------------------------------------------------------------------- command line
+@dataclasses.dataclass
+class Config:
+    file: str
+    """JSONL with {"response", "label"} and perhaps "id" and "question" in a row; '-' reads standard input"""
+    reward: str = "math"
+    """'math', or file.py:function"""
+    timeout_s: float = 5.0
+    """seconds for one formula or call"""
+
+
+def main(cfg):
+    with open(0 if cfg.file == "-" else cfg.file, "rb") as lines, Grader(
+            cfg.reward, workers=1, timeout_s=cfg.timeout_s) as grader:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+                job = [row.get("response")], [row.get("label")], [row.get("question", "")]
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{cfg.file}:{number}: no JSON object ({error})") from None
+            verdict = grader.grade(*job)[0]
+            print(json.dumps({k: row[k] for k in ("id",) if k in row} | {
+                "reward": verdict.reward, "verdict": verdict.kind, "said": verdict.said,
+                "detail": verdict.detail}, allow_nan=False), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        _serve(*sys.argv[2:])
+    else:
+        import cli
+        with cli.user_errors():
+            main(cli.parse(Config, __doc__))
