@@ -10,6 +10,7 @@ curve.
 Only rank 0 writes. A folder that already holds a run is refused without --resume.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -46,27 +47,29 @@ def write_json(path, value):
 
 
 def read_rows(path):
-    """Rows of a JSONL file; a last line cut by a kill is left out."""
-    rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    """Rows of a JSONL file, one at a time; a last line cut by a kill is left out."""
+    with open(path, "rb") if path.exists() else contextlib.nullcontext(()) as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
 
 
 def check_folder(cfg, may_change):
-    """The run folder, refused (ValueError) when it holds a run and this is not a resume, or when a resume
-    changes an option that would change the rest of the run. A torchrun restart resumes by itself."""
+    """The run folder, made when it is not there; refused (ValueError) when it holds a run and this is not a
+    resume, or when a resume changes an option that would change the rest of the run. A torchrun restart
+    resumes by itself."""
     folder = Path(cfg.out)
+    folder.mkdir(parents=True, exist_ok=True)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     path = folder / "config.json"
-    if not path.exists():
+    if not any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "latest")):
         return folder
     if not (cfg.resume or restarted):
         raise ValueError(f"{folder}: already holds a run; give another --out, or --resume to go on with it")
-    before = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the options of the run cannot be read back ({error})") from None
     changed = [k for k, v in strict(dataclasses.asdict(cfg)).items()
                if k not in may_change and before.get(k) != v]
     if changed:
@@ -102,12 +105,14 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", dataclasses.asdict(cfg) | environment(device))
-        self.rows = [r for r in read_rows(folder / "metrics.jsonl") if r["step"] < first_step]
+        (folder / "summary.json").unlink(missing_ok=True)            # of the run before it was extended
         for name in ("metrics.jsonl", "rollouts.jsonl"):
-            kept = [r for r in read_rows(folder / name) if r["step"] < first_step]
             tmp = folder / (name + ".tmp")
-            tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept), encoding="utf-8")
+            with open(tmp, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n"
+                                for row in read_rows(folder / name) if row["step"] < first_step)
             os.replace(tmp, folder / name)
+        self.rows = list(read_rows(folder / "metrics.jsonl"))
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
@@ -132,11 +137,12 @@ class RunLog:
             for name, value in row.items():
                 if value is not None:
                     self.board.add_scalar(name, value, row["step"])
-        kl = row["ref_k2"]
+        std, loss, k2, grad = ("n/a" if row[name] is None else format(row[name], spec) for name, spec in (
+            ("adv_raw_std", ".3f"), ("loss", "+.4f"), ("ref_k2", ".4f"), ("grad_norm", ".2f")))
         self.say(f"step {row['step'] + 1:>4}/{self.steps}  reward {row['reward']:.3f}"
-                 f"  length {row['response_len_mean']:.0f}  truncated {row['truncated']}  adv std {row['adv_raw_std']:.3f}"
-                 f"  loss {row['loss'] or 0:+.4f}  k2 {'n/a' if kl is None else format(kl, '.4f')}  grad "
-                 + ("non-finite: update skipped" if row["skipped_updates"] else f"{row['grad_norm']:.2f}")
+                 f"  length {row['response_len_mean']:.0f}  truncated {row['truncated']}  adv std {std}"
+                 f"  loss {loss}  k2 {k2}  grad "
+                 + ("non-finite: update skipped" if row["skipped_updates"] else grad)
                  + f"  {row['response_tok_per_s']:.0f} tok/s  {row['t_step']:.2f} s")
         self.bar.update()
 
@@ -164,12 +170,12 @@ class RunLog:
         for name, score in (("before", initial), ("after", final)):
             if score:
                 low, high = score["pass@1_ci95"]
-                print(f"pass@1 {name:<6}  {score['pass@1']:.4f}  [{low:.4f}, {high:.4f}]  "
-                      f"{score['prompts']} prompts x {score['samples']} samples, {score['truncation']:.1%} truncated")
+                print(f"pass@1 {name:<6}  {score['pass@1']:.4f}  [{low:.4f}, {high:.4f}]  {score['prompts']} "
+                      f"prompts x {score['samples']} samples, {score['truncation']:.1%} truncated")
         if initial and final:
             print(f"pass@1 gained  {final['pass@1'] - initial['pass@1']:+.4f}")
-        print(f"{status}: {len(self.rows)} steps in {seconds:.1f} s; metrics, responses, curve and weights are "
-              f"in {self.folder}" + (f"\n{message}" if message else ""))
+        print(f"{status}: {len(self.rows)} steps in {seconds:.1f} s; metrics, responses, curve and weights "
+              f"are in {self.folder}" + (f"\n{message}" if message else ""))
 
 
 def plot_reward(rows, initial, final, path):
@@ -189,7 +195,7 @@ def plot_reward(rows, initial, final, path):
             low, high = score["pass@1_ci95"]
             axes.errorbar([at], [score["pass@1"]], [[score["pass@1"] - low], [high - score["pass@1"]]],
                           fmt="o", color="#c44e00", capsize=4, label=label)
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="reward", ylim=(min(0, *y), max(1, *y)))    # own rewards may leave [0,1]
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
