@@ -241,8 +241,8 @@ class _TokenLogp(torch.autograd.Function):
         acc = torch.promote_types(h.dtype, torch.float32)       # logits, sums and log-probs in fp32 (or fp64)
         m = h.shape[0]
         block = min(vocab_limit, max(256, max_elements // max(m, 1)))
-        lse = torch.full((m,), -torch.inf, dtype=acc, device=h.device)
-        mean_logit, chosen = torch.zeros_like(lse), lse.clone()     # a target outside the softmax stays -inf
+        lse = torch.full((m,), torch.finfo(acc).min / 2, dtype=acc, device=h.device)
+        chosen, mean_logp = torch.full_like(lse, -torch.inf), torch.zeros_like(lse)     # -inf: not in the softmax
         for v in range(0, vocab_limit, block):
             w = weight[v:min(v + block, vocab_limit)].to(h.dtype)
             logits = matmul_fp32(h, w.T).div_(temperature)                                      # [M, block]
@@ -250,14 +250,13 @@ class _TokenLogp(torch.autograd.Function):
             picked = logits.gather(1, (targets - v).clamp(0, w.shape[0] - 1)[:, None])[:, 0]
             chosen = torch.where(inside, picked, chosen)
             new_lse = torch.logaddexp(lse, logits.logsumexp(-1))
-            p_logit = torch.exp(logits - new_lse[:, None]).mul_(logits).sum(-1)
-            mean_logit = mean_logit * torch.exp(lse - new_lse) + p_logit
+            logits.sub_(new_lse[:, None])                   # log-probs so far: the entropy without cancellation
+            mean_logp = (mean_logp + lse - new_lse) * torch.exp(lse - new_lse) + (logits.exp() * logits).sum(-1)
             lse = new_lse
         ctx.save_for_backward(h, weight, targets, lse)
         ctx.constants = temperature, vocab_limit, block, acc
-        entropy = lse - mean_logit
-        ctx.mark_non_differentiable(entropy)
-        return chosen - lse, entropy
+        ctx.mark_non_differentiable(mean_logp)
+        return chosen - lse, mean_logp.neg_()
 
     @staticmethod
     @once_differentiable
