@@ -242,7 +242,7 @@ class _TokenLogp(torch.autograd.Function):
         m = h.shape[0]
         block = min(vocab_limit, max(256, max_elements // max(m, 1)))
         lse = torch.full((m,), torch.finfo(acc).min / 2, dtype=acc, device=h.device)
-        chosen, mean_logp = torch.full_like(lse, -torch.inf), torch.zeros_like(lse)     # -inf: not in the softmax
+        chosen, mean_logp = torch.full_like(lse, -torch.inf), torch.zeros_like(lse)   # -inf: not an id
         for v in range(0, vocab_limit, block):
             w = weight[v:min(v + block, vocab_limit)].to(h.dtype)
             logits = matmul_fp32(h, w.T).div_(temperature)                                      # [M, block]
@@ -250,8 +250,8 @@ class _TokenLogp(torch.autograd.Function):
             picked = logits.gather(1, (targets - v).clamp(0, w.shape[0] - 1)[:, None])[:, 0]
             chosen = torch.where(inside, picked, chosen)
             new_lse = torch.logaddexp(lse, logits.logsumexp(-1))
-            logits.sub_(new_lse[:, None])                   # log-probs so far: the entropy without cancellation
-            mean_logp = (mean_logp + lse - new_lse) * torch.exp(lse - new_lse) + (logits.exp() * logits).sum(-1)
+            logp = logits.sub_(new_lse[:, None])            # so far; from it the entropy has no cancellation
+            mean_logp = (mean_logp + lse - new_lse) * torch.exp(lse - new_lse) + (logp.exp() * logp).sum(-1)
             lse = new_lse
         ctx.save_for_backward(h, weight, targets, lse)
         ctx.constants = temperature, vocab_limit, block, acc
