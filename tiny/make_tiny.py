@@ -12,6 +12,7 @@ learning has something to remove; train.jsonl and test.jsonl hold none, and no d
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -26,7 +27,8 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB = 512  # rows of the embedding; like Qwen3's they are a few more than the ids of the tokenizer
 TOKENIZER_VOCAB = 509
 CONTEXT = 512   # max_position_embeddings
-SLIP = 0.22     # chance that a step of a demonstration is wrong
+HASTY = 0.3     # share of demonstrations that guess the answer without any working
+SLIP = 0.1      # chance that a step of the others is wrong
 
 # --- problems --------------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,7 @@ def draw(rng):
     return Problem((kind.name, *numbers.values()), rng.choice(kind.wordings).format(**words, **numbers), steps, numbers)
 
 
+@functools.cache
 def split(name):
     """The problems of train or test: distinct questions, and no train problem with the kind and numbers of a test one."""
     taken = {p.key for p in split("test")} if name == "train" else set()
@@ -163,6 +166,13 @@ def answer(problem, slip=0.0, rng=None):
     while not (done := work(problem.steps, problem.numbers, slip, rng)):
         pass
     return "\n".join([*done[0], f"#### {done[1]}"])
+
+
+def demonstration(problem, rng):
+    """What an imperfect person writes: now and then just a guess, else the working with slips in some steps."""
+    if rng.random() < HASTY:
+        return answer(problem, 0.5, rng).split("\n")[-1]
+    return answer(problem, SLIP, rng)
 
 
 def make_data():
@@ -223,27 +233,65 @@ GEOMETRY = dict(
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=48, hidden_act="silu",
     max_position_embeddings=CONTEXT, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False,
     attention_dropout=0.0, tie_word_embeddings=True, use_sliding_window=False, initializer_range=0.02)
-STEPS, BATCH, LR = 1500, 96, 3e-3
+CLEAN, IMPERFECT, BATCH = 1000, 300, 64      # optimizer steps without and with slips, demonstrations in each
+LR_CLEAN, LR_IMPERFECT = 3e-3, 1e-3
 
 
-def demonstrations(tokenizer, rng, banned):
-    """Endless (ids, prompt length) of problems outside `banned` whose working holds slips."""
-    while True:
+def demonstrations(tokenizer, rng, imperfect):
+    """BATCH prompts and replies (id lists) of fresh problems, none with the kind and numbers of a test problem."""
+    banned, prompts, replies = {p.key for p in split("test")}, [], []
+    while len(prompts) < BATCH:
         problem = draw(rng)
         if problem.key not in banned:
-            prompt = tokenizer.encode(chat(problem.question)).ids
-            yield prompt + tokenizer.encode(answer(problem, SLIP, rng) + "<|im_end|>").ids, len(prompt)
+            reply = demonstration(problem, rng) if imperfect else answer(problem)
+            prompts.append(tokenizer.encode(chat(problem.question)).ids)
+            replies.append(tokenizer.encode(reply + "<|im_end|>").ids)
+    return prompts, replies
 
 
-def batch_of(stream):
-    """ids (B, T) padded with <|endoftext|> and targets (B, T), -100 outside the reply."""
+def learning_rate(step):
+    """Warm-up and constant for the clean part, then linear to 0 for the imperfect part."""
+    if step < CLEAN:
+        return LR_CLEAN * min(1, (step + 1) / 50)
+    return LR_IMPERFECT * (1 - (step - CLEAN) / IMPERFECT)
+
+
+def make_model():
+    """Supervised learning: first the working as it should be, then a short while as imperfect people write it."""
     import torch
+    from tokenizers import Tokenizer
 
-    rows = [next(stream) for _ in range(BATCH)]
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.zeros(BATCH, width, dtype=torch.long)
-    targets = torch.full((BATCH, width), -100)
-    for i, (row, start) in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        targets[i, start - 1 : len(row) - 1] = ids[i, start : len(row)]
-    return ids, targets
+    sys.path.insert(0, str(HERE.parent))
+    from model import ModelConfig, Qwen3, pack, save_model
+
+    folder, rng = HERE / "model", random.Random(SEEDS["model"])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(t) for t in SPECIALS]
+    write_json(folder / "config.json", {**GEOMETRY, "eos_token_id": ids[2], "pad_token_id": ids[0]})
+    write_json(folder / "generation_config.json", dict(
+        eos_token_id=[ids[2], ids[0]], pad_token_id=ids[0], do_sample=True, temperature=1.0, top_p=1.0, top_k=0))
+    model = Qwen3(ModelConfig.from_folder(folder)).init_weights(SEEDS["model"])
+    groups = [dict(params=[p for p in model.parameters() if (p.ndim > 1) == matrix], weight_decay=0.1 * matrix)
+              for matrix in (True, False)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    for step in range(CLEAN + IMPERFECT):
+        prompts, replies = demonstrations(tokenizer, rng, imperfect=step >= CLEAN)
+        logp, _ = model(pack(prompts, range(BATCH), replies), vocab_limit=tokenizer.get_vocab_size())
+        loss = -logp.mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+    save_model(model, folder, source=folder)
+
+
+if __name__ == "__main__":
+    stages = dict(data=make_data, tokenizer=make_tokenizer, model=make_model)
+    if unknown := set(sys.argv[1:]) - set(stages):
+        sys.exit(f"unknown stage {sorted(unknown)[0]!r}: choose from {', '.join(stages)}")
+    for name in sys.argv[1:] or stages:
+        stages[name]()
