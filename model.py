@@ -223,7 +223,7 @@ def apply_rope(x, cos, sin):
 # ------------------------------------------------------------------------------------------ token log-probs
 def matmul_fp32(a, b):
     """a [M,E] @ b [E,N], fp32 for 16-bit operands too: logits rounded to bf16 would be off by up to 2^-9 of
-    their size. Learner and sampler both take their logits from here."""
+    their size, far more than a log-prob may be."""
     if a.dtype in (torch.bfloat16, torch.float16):
         if a.is_cuda:
             return torch.mm(a, b, out_dtype=torch.float32)
