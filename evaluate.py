@@ -2,7 +2,6 @@
 
     python evaluate.py --model out/run/step_000060       # the tiny test set, 256 rows x 4 samples
     torchrun --nproc-per-node 4 evaluate.py --model Qwen/Qwen3-0.6B --data openai/gsm8k --split test
-    --thinking
     python evaluate.py --model DIR --out out/eval        # killed? the same command goes on
 
 The rows are the first N of a seeded permutation; the SHA-256 of their questions and labels is in the result.
@@ -12,6 +11,7 @@ responses are graded like any other; unparsed answers and grader errors stay in 
 options, no weights are changed.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,12 +20,13 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import cli
 import data
 import distributed
 import reward
-from model import load_model, local_folder
+from model import ModelConfig, load_model, local_folder
 from sample import Sampler, Sampling
 
 CHUNK = 64          # prompts between two appends to responses.jsonl: what a kill can lose
@@ -77,6 +78,15 @@ def summarize(records, samples, k_list=None):
         "per_prompt": per_prompt}
 
 
+def longest_prompt(source, rows, prompt_of, context):
+    """Tokens of the longest prompt of `rows`. ValueError names one that leaves no room for a response."""
+    longest, row = max((len(prompt_of(row)), row) for row in rows)
+    if longest >= context:
+        raise ValueError(f"{source}: the prompt of row {row} has {longest} tokens and the model's context is "
+                         f"{context}: no room for a response")
+    return longest
+
+
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
              done=(), on_chunk=None):
     """Records of every (row, sample), sorted, on every rank: {row, sample, text, reward, verdict, finish,
@@ -97,7 +107,8 @@ def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling
         part = [{"row": r.row, "sample": r.sample, "text": text, "reward": v.reward, "verdict": v.kind,
                  "finish": r.finish, "length": len(r.tokens)}
                 for r, text, v in zip(responses, texts, verdicts, strict=True)]
-        chunk = sorted((r for share in distributed.gather_objects(part) for r in share), key=_order)
+        with distributed.stage(f"the evaluation, after {len(records)} responses"):
+            chunk = sorted((r for share in distributed.gather_objects(part) for r in share), key=_order)
         records += chunk
         if on_chunk:
             on_chunk(chunk)
@@ -117,8 +128,7 @@ def subset_sha256(problems, rows):
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------ command
-# line
+# ----------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
 class Config:
     model: str = "tiny/model"  # model folder (a checkpoint of a run is one) or hub name
@@ -138,29 +148,37 @@ class Config:
     reward: str = "math"                              # 'math', or file.py:function
     reward_workers: int = 4                           # processes for symbolic answers and own functions
     slots: int = 64                                   # responses decoded at a time
-    device: str = "auto"
-    dtype: str = "auto"  # auto (bfloat16 on CUDA, else float32), float32, bfloat16
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"      # auto: bfloat16 on CUDA, else float32
     timeout_minutes: float = 60.0                     # how long a process waits for a slower one
     out: str = ""  # folder for responses.jsonl and summary.json (none: print only)
 
 
 def resume_records(folder, identity, samples):
     """Complete rows of an earlier, killed run of the same evaluation. ValueError when the folder holds
-    another."""
-    settings, path = folder / "settings.json", folder / "responses.jsonl"
+    something else."""
+    settings, rows = folder / "settings.json", {}
     folder.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
-        settings.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-    elif json.loads(settings.read_text(encoding="utf-8")) != identity:
-        raise ValueError(f"{folder}: holds another evaluation (settings.json differs); choose a new --out")
-    rows = {}
+        if any(path.suffix != ".tmp" for path in folder.iterdir()):
+            raise ValueError(f"{folder}: is not empty and holds no evaluation; choose a new --out")
+        write_json(settings, identity)
+    before = json.loads(settings.read_text(encoding="utf-8"))
+    if before != identity:
+        changed = ", ".join(k for k in identity if before.get(k) != identity[k])
+        raise ValueError(f"{folder}: holds another evaluation ({changed} differ); choose a new --out")
+    path = folder / "responses.jsonl"
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
+        with contextlib.suppress(ValueError):           # empty, or cut by the kill
             record = json.loads(line)
-        except ValueError:          # empty, or cut by the kill
-            continue
-        rows.setdefault(record["row"], {})[record["sample"]] = record
+            rows.setdefault(record["row"], {})[record["sample"]] = record
     return [r for by_sample in rows.values() if len(by_sample) == samples for r in by_sample.values()]
+
+
+def write_json(path, value):
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(tmp, path)
 
 
 def write_records(path, records, mode="w"):
@@ -186,32 +204,47 @@ def table(summary):
         f"mean length {summary['mean_length']:.1f} tokens"])
 
 
+def check(cfg):
+    """Every refusal that needs no file. ValueError names the option."""
+    for name in ("samples", "max_new_tokens", "slots", "timeout_minutes", "reward_workers"):
+        if not getattr(cfg, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be positive")
+    if cfg.rows < 0 or not 0 <= cfg.seed < 2 ** 63:
+        raise ValueError(f"--rows {cfg.rows}, --seed {cfg.seed}: cannot be negative (or above 2^63)")
+    if any(not 1 <= k <= cfg.samples for k in cfg.k):
+        raise ValueError(f"--k {' '.join(map(str, cfg.k))}: every k must lie between 1 and --samples "
+                         f"{cfg.samples}")
+
+
 def main(cfg):
     with cli.user_errors():
+        check(cfg)
         device = distributed.pick_device(cfg.device)
+        dtype = distributed.compute_dtype(cfg.dtype, device)
         sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-        if cfg.samples < 1 or any(not 1 <= k <= cfg.samples for k in cfg.k):
-            raise ValueError(f"--k {cfg.k}: every k lies between 1 and --samples {cfg.samples}")
         problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, reward.read_label,
                                       split=cfg.split)
+        if cfg.rows > len(problems):
+            raise ValueError(f"--rows {cfg.rows}: {cfg.data} has {len(problems)} rows (0: all of them)")
         rows = data.subset_rows(len(problems), cfg.rows or len(problems), cfg.seed)
         folder = local_folder(cfg.model)
-        tokenizer = data.load_tokenizer(folder)
-        model = load_model(folder, device=device)
-        options = json.loads(json.dumps(dataclasses.asdict(cfg)))
-        for name in ("out", "slots", "device", "timeout_minutes", "reward_workers"):      # change no response
-            del options[name]
-        identity = options | {
-            "model": folder.resolve().name, "data": Path(cfg.data).name,
-            "weights_sha256": data.file_sha256(sorted(folder.glob("*.safetensors"))),
+        config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
+        eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
+        longest_prompt(cfg.data, rows, lambda row: data.prompt_ids(
+            tokenizer, problems[row].question, cfg.thinking), config.max_position_embeddings)
+        grader = reward.Grader(cfg.reward, workers=cfg.reward_workers)
+        sampler = Sampler(load_model(folder, device=device), eos, vocab_limit, cfg.slots, dtype)
+        identity = json.loads(json.dumps(dataclasses.asdict(cfg))) | {
+            "model": folder.resolve().name, "data": Path(cfg.data).name, "dtype": str(dtype),
+            "weights_sha256": data.file_sha256(sorted(folder.glob("model*.safetensors"))),
             "subset_sha256": subset_sha256(problems, rows)}
-        done = resume_records(Path(cfg.out), identity, cfg.samples) if cfg.out else []
-    started, done_before = time.time(), len(done)
-    with distributed.process_group(device, cfg.timeout_minutes), \
-            reward.Grader(cfg.reward, workers=cfg.reward_workers) as grader:
-        sampler = Sampler(model, data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer), cfg.slots,
-                          distributed.compute_dtype(cfg.dtype, device))
-        out = Path(cfg.out) if cfg.out and distributed.rank() == 0 else None
+        for name in ("out", "slots", "device", "timeout_minutes", "reward_workers"):      # change no response
+            del identity[name]
+        out = Path(cfg.out) if cfg.out and os.environ.get("RANK", "0") == "0" else None
+        done = resume_records(out, identity, cfg.samples) if out else []
+    started = time.time()
+    with distributed.process_group(device, cfg.timeout_minutes), grader:
+        done = distributed.gather_objects(done)[0]
         if out:
             write_records(out / "responses.jsonl", done)
         append = (lambda part: write_records(out / "responses.jsonl", part, "a")) if out else None
@@ -221,11 +254,10 @@ def main(cfg):
                    "subset_sha256": identity["subset_sha256"]}
         if out:
             write_records(out / "responses.jsonl", records)
-            (out / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n",
-                                              encoding="utf-8")
+            write_json(out / "summary.json", summary)
         distributed.print0(table(summary))
         distributed.print0(f"{time.time() - started:.1f} s"
-                           + (f", {done_before} responses from before" if done_before else "")
+                           + (f", {len(done)} responses from before" if done else "")
                            + (f", results in {cfg.out}" if cfg.out else ""))
 
 

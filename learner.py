@@ -135,8 +135,8 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
 
 def optimizer_step(model, optimizer, cfg):
     """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of
-    the first non-finite gradient or None). A non-finite one skips the step on all ranks alike: they hold the
-    same."""
+    the first non-finite gradient or None). A non-finite one skips the step (coefficient NaN) on all ranks
+    alike: they hold the same."""
     gradients = [p.grad for p in model.parameters()]
     norm = torch.nn.utils.get_total_norm(gradients)
     bad = None
@@ -147,7 +147,7 @@ def optimizer_step(model, optimizer, cfg):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     norm = float(norm)
-    return norm, min(1.0, cfg.grad_clip / (norm + 1e-6)), bad
+    return norm, float("nan") if bad else min(1.0, cfg.grad_clip / (norm + 1e-6)), bad
 
 
 def make_optimizer(model, cfg):

@@ -72,6 +72,10 @@ def check_folder(cfg, may_change):
         raise ValueError(f"{path}: the options of the run cannot be read back ({error})") from None
     changed = [k for k, v in strict(dataclasses.asdict(cfg)).items()
                if k not in may_change and before.get(k) != v]
+    latest = folder / "latest"
+    done = int(latest.read_text(encoding="utf-8").strip().rpartition("_")[2]) if latest.exists() else 0
+    if cfg.steps < done:
+        raise ValueError(f"{folder}: --steps {cfg.steps}, but the run has come to step {done} already")
     if changed:
         raise ValueError(f"{folder}: --resume cannot change " + ", ".join(
             f"--{k.replace('_', '-')} ({before.get(k)} -> {getattr(cfg, k)})" for k in changed))

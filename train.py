@@ -13,6 +13,7 @@ Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the po
 response b.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -111,12 +112,19 @@ def resolve(cfg):
     algo = ALGORITHMS[ALIASES.get(cfg.algo, cfg.algo)]
     for name in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "updates_per_rollout",
                  "epochs", "max_tokens_per_device", "slots", "eval_rows", "eval_samples", "temperature", "lr",
-                 "grad_clip", "max_skipped", "timeout_minutes"):
-        if not getattr(cfg, name) > 0 or not math.isfinite(getattr(cfg, name)):
+                 "grad_clip", "eps", "max_skipped", "timeout_minutes", "reward_workers",
+                 "reward_concurrency"):
+        if not 0 < getattr(cfg, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be positive")
+    for name, low, high in (("seed", 0, 2 ** 63), ("data_seed", 0, 2 ** 63), ("eval_seed", 0, 2 ** 63),
+                            ("beta1", 0, 1), ("beta2", 0, 1), ("weight_decay", 0, math.inf),
+                            ("keep", 0, math.inf), ("save_every", -1, math.inf)):
+        if not low <= getattr(cfg, name) < high:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {low}"
+                             + (f" and below {high}" if high < math.inf else ""))
     if algo.grouped and cfg.samples_per_prompt < 2:
-        raise ValueError(f"--samples-per-prompt {cfg.samples_per_prompt}: {cfg.algo} centres on the group mean "
-                         f"and needs at least 2 (reinforce_pp works with 1)")
+        raise ValueError(f"--samples-per-prompt {cfg.samples_per_prompt}: {cfg.algo} centres on the group "
+                         f"mean and needs at least 2 (reinforce_pp works with 1)")
     responses = cfg.prompts_per_step * cfg.samples_per_prompt
     if responses % cfg.updates_per_rollout:
         raise ValueError(f"--updates-per-rollout {cfg.updates_per_rollout} does not divide the {responses} "
@@ -127,12 +135,10 @@ def resolve(cfg):
         raise ValueError(f"--gamma {cfg.gamma}: must lie in [0, 1]")
     if cfg.no_kl and cfg.kl_coef is not None:
         raise ValueError("--kl-coef and --no-kl contradict each other: give one of them")
-    if cfg.kl_coef is not None and not cfg.kl_coef > 0:
-        raise ValueError(f"--kl-coef {cfg.kl_coef}: must be positive; say --no-kl to train without a reference")
+    if cfg.kl_coef is not None and not 0 < cfg.kl_coef < math.inf:
+        raise ValueError(f"--kl-coef {cfg.kl_coef}: must be positive; --no-kl trains without a reference")
     if cfg.no_kl and cfg.offload_ref:
         raise ValueError("--offload-ref: with --no-kl there is no reference model")
-    if min(cfg.seed, cfg.data_seed, cfg.eval_seed) < 0:
-        raise ValueError("--seed, --data-seed and --eval-seed cannot be negative")
     if not 0 < cfg.clip < 1:
         raise ValueError(f"--clip {cfg.clip}: must lie between 0 and 1")
     device = distributed.pick_device(cfg.device)
@@ -143,8 +149,7 @@ def resolve(cfg):
         dtype=str(distributed.compute_dtype(cfg.dtype, device)).removeprefix("torch.")), device
 
 
-# ---------------------------------------------------------------------------------------- the stages of a
-# step
+# --------------------------------------------------------------------------------------- the stages of a step
 @dataclasses.dataclass
 class Run:
     """What lives through the whole run."""
@@ -175,15 +180,17 @@ def step_prompts(step, count, cfg):
 
 
 def rollout(run, step, prompts, keys):
-    """This rank samples every world-th prompt, K responses each -> one record (dict) per response."""
-    k = run.cfg.samples_per_prompt
+    """This rank samples every world-th prompt, K responses each -> one record (dict) per response. The second
+    key of a row stands for its samples K to 2K - 1."""
+    k, count = run.cfg.samples_per_prompt, len(run.problems)
     mine = range(distributed.rank(), len(prompts), distributed.world_size())
     run.sampler.refresh()
     responses = run.sampler.generate([prompts[g] for g in mine], [keys[g] for g in mine], k,
                                      seed=run.cfg.seed, step=step, sampling=sampling_of(run.cfg))
     group_of = {keys[g]: g for g in mine}
-    return [{"group": group_of[r.row], "index": group_of[r.row] * k + r.sample, "row": r.row,
-             "sample": r.sample, "tokens": r.tokens, "logps": r.logps, "finish": r.finish} for r in responses]
+    return [{"group": group_of[r.row], "index": group_of[r.row] * k + r.sample, "row": r.row % count,
+             "sample": r.row // count * k + r.sample, "tokens": r.tokens, "logps": r.logps,
+             "finish": r.finish} for r in responses]
 
 
 def sampling_of(cfg):
@@ -234,8 +241,7 @@ def update(run, step, batch, advantages, logp_old, logp_ref, responses):
     return sums, steps
 
 
-# -----------------------------------------------------------------------------------------------------
-# metrics
+# ---------------------------------------------------------------------------------------------------- metrics
 class Clock:
     """Seconds between stage ends; waits for the device, so that a stage pays for its own work."""
 
@@ -291,11 +297,10 @@ def peak_memory_gib(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-# ---------------------------------------------------------------------------------------------------- the
-# loop
+# --------------------------------------------------------------------------------------------------- the loop
 def train_step(run, step):
-    """One pass through the stages -> (metrics row, records of all ranks, name of a non-finite gradient or
-    None)."""
+    """One pass through the stages -> (metrics row, records of all ranks, for each update the name of a
+    non-finite gradient or None)."""
     cfg, clock, algo = run.cfg, Clock(run.device), ALGORITHMS[run.cfg.algo]
     rows, keys = step_prompts(step, len(run.problems), cfg)
     prompts = [run.prompt_of(row) for row in rows]
@@ -314,7 +319,7 @@ def train_step(run, step):
     clock("t_old")
     advantages, returns, stats = compute_advantages(
         cfg.algo, batch.rewards, batch.mask, batch.group, cfg.samples_per_prompt, logp_old,
-        logp_old if cfg.no_kl else logp_ref, cfg.kl_coef, cfg.gamma or 1.0)
+        logp_old if cfg.no_kl else logp_ref, cfg.kl_coef, 1.0 if cfg.gamma is None else cfg.gamma)
     sums, steps = update(run, step, batch, advantages, logp_old, logp_ref, len(records))
     clock("t_update")
 
@@ -325,32 +330,45 @@ def train_step(run, step):
     if returns is not None:
         gain = response_mean(returns - batch.rewards.to(returns)[:, None], batch.mask, len(records))
         metrics["returns_minus_reward"] = distributed.all_sum({"gain": gain}, run.device)["gain"]
-    decode = run.sampler.stats
-    metrics |= {**clock.times, "t_step": seconds, "peak_mem_gib": peak_memory_gib(run.device),
-                "response_tok_per_s": tokens / seconds,
-                "decode_tok_per_s": decode["decode_tokens"] / max(decode["decode_s"], 1e-9)}
-    return metrics, records, next((name for *_, name in steps if name), None)
+    decoding = distributed.all_max(run.sampler.stats["decode_s"], run.device)
+    metrics |= {**clock.times, "t_step": seconds, "response_tok_per_s": tokens / seconds,
+                "decode_tok_per_s": tokens / max(decoding, 1e-9),
+                "peak_mem_gib": distributed.all_max(peak_memory_gib(run.device), run.device)}
+    return metrics, records, [name for *_, name in steps]
 
 
-def loop(run, log, state, save):
+@contextlib.contextmanager
+def caught_signals():
+    """A list of the SIGTERM, SIGINT and SIGUSR1 that arrive, instead of what they do elsewhere."""
+    caught, numbers = [], {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
+    before = {n: signal.signal(n, lambda number, _frame: caught.append(number)) for n in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def loop(run, log, state, save, signals):
     """Steps until the budget, a signal or too many bad gradients -> (status of the run, message)."""
-    cfg, signals = run.cfg, []
-    for number in {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}:
-        signal.signal(number, lambda caught, _frame: signals.append(caught))
+    cfg = run.cfg
     for step in range(state["next_step"], cfg.steps):
         with distributed.stage(f"step {step}"):
             metrics, records, bad = train_step(run, step)
             stop = distributed.all_max(len(signals), run.device) > 0
         log.step(metrics, records)
-        state["next_step"], state["skipped"] = step + 1, state["skipped"] + 1 if bad else 0
-        if state["skipped"] >= cfg.max_skipped:
-            return "stopped", (f"{cfg.max_skipped} steps in a row had a non-finite gradient, the last in {bad}; "
-                               f"the newest checkpoint before them is untouched")
+        state["next_step"] = step + 1
+        for name in bad:
+            state["skipped"] = state["skipped"] + 1 if name else 0
+            if state["skipped"] >= cfg.max_skipped:
+                return "stopped", (f"{cfg.max_skipped} updates in a row had a non-finite gradient, the last "
+                                   f"in {name}; the newest checkpoint before them is untouched")
         due = step + 1 == cfg.steps or cfg.save_every > 0 and (step + 1) % cfg.save_every == 0
-        if (stop or due) and not bad and cfg.save_every >= 0:
+        if (stop or due) and cfg.save_every >= 0:
             save(step + 1)
         if stop and step + 1 < cfg.steps:
-            return "interrupted", f"stopped by a signal after step {step + 1}; --resume goes on from there"
+            return "interrupted", f"stopped by a signal after step {step + 1}; --resume goes on from " + (
+                "there" if cfg.save_every >= 0 else "the start: --save-every -1")
     return "complete", None
 
 
@@ -370,15 +388,19 @@ def score(run):
 def train(run, run_folder):
     """Resume, evaluate, loop, save, evaluate -> exit status."""
     cfg, state = run.cfg, {"next_step": 0, "skipped": 0, "initial": None, "seconds": 0.0}
-    newest, notes = checkpoint.latest_complete(run_folder)
+    newest, notes = checkpoint.latest_complete(run_folder) if distributed.rank() == 0 else (None, [])
+    newest = distributed.gather_objects(newest and newest.name)[0]          # rank 0 decides for all
     distributed.print0(*notes, sep="\n", end="\n" if notes else "")
     if newest:
-        state = checkpoint.load(newest, run.model, run.optimizer)
-        distributed.print0(f"resuming after step {state['next_step']} from {newest.name}")
+        state = checkpoint.load(run_folder / newest, run.model, run.optimizer)
+        distributed.print0(f"resuming after step {state['next_step']} from {newest}")
     log = runlog.RunLog(cfg, run_folder, run.device, state["next_step"])
     before = state["seconds"]
 
     def save(step):
+        bad = next((n for n, p in run.model.named_parameters() if not torch.isfinite(p).all()), None)
+        if bad:
+            return log.say(f"step {step} is not saved: {bad} is not finite")
         if cfg.zero and distributed.world_size() > 1:
             run.optimizer.consolidate_state_dict(to=0)
         state["seconds"] = before + log.seconds()
@@ -387,33 +409,22 @@ def train(run, run_folder):
 
     if state["next_step"] == 0:
         state["initial"] = score(run)
-    status, message = loop(run, log, state, save)
+    with caught_signals() as signals:
+        status, message = loop(run, log, state, save, signals)
     final = score(run) if status == "complete" else None
     log.finish(status, state["initial"], final, before + log.seconds(), message)
     return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
 
 
-# ------------------------------------------------------------------------------------------------------
-# set-up
-def longest_prompt(prompt_of, cfg, context, count):
-    """Tokens of the longest prompt that this run will use. ValueError names the first row that does not
-    fit."""
-    longest = 0
-    for row in sorted({row for step in range(cfg.steps) for row in step_prompts(step, count, cfg)[0]}):
-        longest = max(longest, len(prompt_of(row)))
-        if longest >= context:
-            raise ValueError(f"{cfg.train_data}: the prompt of row {row} has {longest} tokens and the model's "
-                             f"context is {context}: no room for a response")
-    return longest
-
-
+# ----------------------------------------------------------------------------------------------------- set-up
 def banner(cfg, config, device, folder, longest, problems):
     """Derived sizes, before anything expensive."""
     kernel = varlen_kernel(device, torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
     distributed.print0(
         f"{cfg.algo}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} = "
         f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, "
-        f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
+        f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, "
+        f"on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
         f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
         f"data {cfg.train_data}: {len(problems)} problems, {problems.converted} rationale labels converted, "
@@ -430,7 +441,13 @@ def build(cfg, device):
     eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
     prompt_of = functools.lru_cache(None)(
         lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
-    longest = longest_prompt(prompt_of, cfg, config.max_position_embeddings, len(problems))
+    rows = {row for step in range(cfg.steps) for row in step_prompts(step, len(problems), cfg)[0]}
+    context = config.max_position_embeddings
+    longest = evaluate.longest_prompt(cfg.train_data, rows, prompt_of, context)
+    if tests is not None:
+        evaluate.longest_prompt(
+            cfg.eval_data, data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed),
+            lambda row: data.prompt_ids(tokenizer, tests[row].question, cfg.thinking), context)
     grader = reward.Grader(cfg.reward, cfg.reward_workers, cfg.reward_concurrency)
     model = load_model(folder, device=device)
     model.activation_checkpointing = cfg.activation_checkpointing
