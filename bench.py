@@ -1,18 +1,17 @@
 """Speed, measured beside the peers in the same process, in turns: the sampler, the learner, a whole step.
 
-    python bench.py sampler              # against transformers.generate: prefill, decode, shared prompts, refill
+    python bench.py sampler   # against transformers.generate: prefill, decode, shared prompts, refill
     python bench.py learner              # against a plain transformers forward and backward with full logits
     python bench.py step                 # a whole RL step against TRL's GRPOTrainer (pip install trl)
     python bench.py scaling              # time and memory against response length, K and model size
     python bench.py sampler --device cuda --json figures.json
 
-Every figure is the median of `--repeats` turns, ours and the peer's alternating after one warm-up of each; `ratio` is
-the median of the pairwise ratios (above 1: ours is faster). Random weights, real geometries, no download. Shares
-are of the matrix-product rate and memory bandwidth measured on this machine just before.
+Every figure is the median of `--repeats` turns, ours and the peer's alternating after one warm-up of each;
+`ratio` is the median of the pairwise ratios (above 1: ours is faster). Random weights, real geometries, no
+download. Shares are of the matrix-product rate and memory bandwidth measured on this machine just before.
 """
 
 import contextlib
-import copy
 import dataclasses
 import gc
 import json
@@ -28,23 +27,19 @@ import distributed
 from model import ModelConfig, Qwen3, pack
 from sample import Sampler, Sampling
 
-TINY = dict(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=512)
-SMALL = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-             num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960)   # 0.6B
-SIZES = {"tiny": TINY, "0.6B": SMALL}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "max_position_embeddings")
+SIZES = {"tiny": dict(zip(NAMES, (512, 128, 384, 4, 4, 2, 32, 512), strict=True)),
+         "0.6B": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128, 40960), strict=True))}
 
 
 @dataclasses.dataclass
 class Config:
     what: Literal["sampler", "learner", "step", "scaling"]
     device: str = "auto"
-    repeats: int = 5
-    """turns per figure (the 0.6B cases on a CPU take half)"""
-    only: str = ""
-    """run only the cases whose name contains this"""
-    json: str = ""
-    """also write the cases as JSON: name, ours, peer, ratio, ..."""
+    repeats: int = 5                        # turns per figure (the 0.6B cases on a CPU take half)
+    only: Literal["", "tiny", "0.6B"] = ""  # one of the two models
+    json: str = ""                          # also write the cases there: name, ours, peer, ratio, ...
 
 
 # ------------------------------------------------------------------------------------------------- measuring
@@ -54,14 +49,15 @@ def sync(device):
 
 
 def turns(ours, peer, repeats, device):
-    """Alternating calls of two functions that return nothing or seconds -> (median ours, median peer, ratio)."""
+    """Alternating calls of two functions that return nothing or seconds -> (median ours, median peer,
+    ratio)."""
     def timed(f):
         gc.collect()
         sync(device)
         start = time.perf_counter()
-        seconds = f()
+        f()
         sync(device)
-        return seconds if isinstance(seconds, float) else time.perf_counter() - start
+        return time.perf_counter() - start
     timed(ours), timed(peer)
     pairs = [(timed(ours), timed(peer)) for _ in range(repeats)]
     a, b = zip(*pairs, strict=True)
@@ -79,7 +75,8 @@ def limits(device, dtype):
 
 
 def peak_bytes(device, f):
-    """Peak memory of f beyond what was there: allocator peak on CUDA, growth of the process' peak elsewhere."""
+    """Peak memory of f beyond what was there: allocator peak on CUDA, growth of the process' peak
+    elsewhere."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -115,7 +112,7 @@ def make(size, device, dtype):
         peer = Qwen3ForCausalLM(hf_config)
     peer = peer.to_empty(device=device).to(dtype).eval()
     peer.load_state_dict({k: v.to(dtype) for k, v in ours.state_dict().items()}, strict=False)
-    peer.model.rotary_emb = type(peer.model.rotary_emb)(hf_config).to(device)       # buffers are not in the state
+    peer.model.rotary_emb = type(peer.model.rotary_emb)(hf_config).to(device)       # no parameter, so not loaded
     peer.tie_weights()
     peer.generation_config.eos_token_id = None
     return ours, peer
@@ -137,69 +134,64 @@ def prompts_of(count, length, vocab, seed=1):
 def bench_sampler(cfg, device, cases):
     for size, dtype, rows, length, news in (("tiny", torch.float32, 32, 30, (60,)),
                                             ("0.6B", torch.bfloat16, 32, 100, (32, 128))):
-        if device.type == "cuda":
-            dtype = torch.bfloat16
+        if cfg.only not in size:
+            continue
         ours, peer = make(size, device, dtype)
         sampler = Sampler(ours, [], SIZES[size]["vocab_size"], rows, dtype)
         repeats = cfg.repeats if size == "tiny" or device.type == "cuda" else max(1, cfg.repeats // 2)
         flops, bandwidth = limits(device, dtype)
-        print(f"{size}: {str(dtype).removeprefix('torch.')}, matrix products {flops / 1e9:.0f} GFLOP/s, memory "
-              f"{bandwidth / 1e9:.0f} GB/s")
+        print(f"{size}: {dtype}, matrix products {flops / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.0f} GB/s")
         for new in news:
-            if cfg.only in f"{size} decode prefill":
-                decode_cases(cases, size, sampler, peer, rows, length, new, repeats, device, flops, bandwidth)
-        if cfg.only in "shared":
-            shared_case(cases, size, sampler, peer, length, repeats, device)
-        if size == "tiny" and cfg.only in "refill":
+            decode_cases(cases, size, sampler, peer, rows, length, new, repeats, device, flops, bandwidth)
+        shared_case(cases, size, sampler, length, repeats, device)
+        if size == "tiny":
             refill_case(cases, ours, dtype, repeats, device)
 
 
 def decode_cases(cases, size, sampler, peer, rows, length, new, repeats, device, flops, bandwidth):
-    """Prefill and decode apart: `generate` with one new token, then what the others add."""
+    """Prefill (one new token), the whole, and decode: what the other tokens add."""
     vocab = SIZES[size]["vocab_size"]
     prompts, names = prompts_of(rows, length, vocab), list(range(rows))
     ids = torch.tensor(prompts, device=device)
 
     def run(count):
         sampler.generate(prompts, names, 1, 0, 0, Sampling(max_new_tokens=count))
-        return sampler.stats
+        return sampler.stats["decode_s"]
 
     def generate(count):
         with torch.inference_mode():
             peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
                           min_new_tokens=count, max_new_tokens=count, pad_token_id=0)
 
-    ours, theirs, ratio = turns(lambda: run(1)["prefill_s"], lambda: generate(1), repeats, device)
-    rate = rows * length
-    show(cases, f"{size} prefill {rows} x {length}", "tok/s", rate / ours, rate / theirs, ratio,
-         matmul_share=rate * matmul_flops(SIZES[size], False) / ours / flops)
-    first = theirs
-    ours, theirs, ratio = turns(lambda: run(new)["decode_s"], lambda: generate(new), repeats, device)
-    step = ours / new
+    a, first, ratio = turns(lambda: run(1), lambda: generate(1), repeats, device)
+    show(cases, f"{size} prefill {rows} x {length}", "tok/s", rows * length / a, rows * length / first, ratio,
+         matmul_share=rows * length * matmul_flops(SIZES[size], False) / a / flops)
+    decode = []
+    whole = [lambda: decode.append(run(new)), lambda: generate(new)]
+    a, b, ratio = turns(*whole, repeats, device)
+    show(cases, f"{size} whole {rows} x {length} + {new}", "tok/s", rows * new / a, rows * new / b, ratio,
+         ours_mib=peak_bytes(device, whole[0]) / 2 ** 20, peer_mib=peak_bytes(device, whole[1]) / 2 ** 20)
+    a, b = statistics.median(decode[1:]), b - first
     weights = sum(p.numel() for p in sampler.model.parameters()) * torch.finfo(sampler.dtype).bits / 8
-    show(cases, f"{size} decode {rows} x {length} + {new}", "tok/s", rows * new / ours, rows * new / (theirs - first),
-         (theirs - first) / ours, ms_per_step=1e3 * step, bandwidth_share=weights / step / bandwidth,
-         matmul_share=rows * matmul_flops(SIZES[size]) / step / flops)
-    total = [lambda: run(new), lambda: generate(new)]
-    ours, theirs, ratio = turns(*total, repeats, device)
-    show(cases, f"{size} whole {rows} x {length} + {new}", "tok/s", rows * new / ours, rows * new / theirs, ratio,
-         ours_mib=peak_bytes(device, total[0]) / 2 ** 20, peer_mib=peak_bytes(device, total[1]) / 2 ** 20)
+    show(cases, f"{size} decode {rows} x {length} + {new}", "tok/s", rows * new / a, rows * new / b, b / a,
+         ms_per_step=1e3 * a / new, bandwidth_share=weights * new / a / bandwidth,
+         matmul_share=rows * new * matmul_flops(SIZES[size]) / a / flops)
 
 
-def shared_case(cases, size, sampler, peer, length, repeats, device):
+def shared_case(cases, size, sampler, length, repeats, device):
     """4 prompts x 8 samples pay for the prefill of 4 (the peer repeats the prompt); against our own 4 x 1."""
     prompts = prompts_of(4, length, SIZES[size]["vocab_size"], seed=2)
 
     def prefill(samples):
         sampler.generate(prompts, [0, 1, 2, 3], samples, 0, 0, Sampling(max_new_tokens=1))
-        return sampler.stats["prefill_s"]
 
     ours, single, ratio = turns(lambda: prefill(8), lambda: prefill(1), 2 * repeats, device)
     show(cases, f"{size} prefill 4 x 8 shared (peer: ours 4 x 1)", "ms", 1e3 * ours, 1e3 * single, ratio)
 
 
 def refill_case(cases, model, dtype, repeats, device):
-    """256 requests of geometric length (8 ids of 512 end a response) through 32 slots, against 8 lock-step batches."""
+    """256 requests of geometric length (8 ids of 512 end a response) through 32 slots, against 8 lock-step
+    batches."""
     sampler = Sampler(model, range(0, 512, 64), 512, 32, dtype)
     prompts, options = prompts_of(256, 30, 512, seed=3), Sampling(max_new_tokens=400)
     count = []
@@ -212,7 +204,8 @@ def refill_case(cases, model, dtype, repeats, device):
             sampler.generate(prompts[first:first + 32], list(range(first, first + 32)), 1, 0, 0, options)
 
     ours, theirs, ratio = turns(refilled, lock_step, repeats, device)
-    show(cases, "256 ragged through 32 slots (peer: lock-step)", "tok/s", count[0] / ours, count[0] / theirs, ratio)
+    show(cases, "256 ragged through 32 slots (peer: lock-step)", "tok/s", count[0] / ours, count[0] / theirs,
+         ratio)
 
 
 # --------------------------------------------------------------------------------------------------- learner
@@ -232,8 +225,9 @@ def bench_learner(cfg, device, cases):
         peer.train()
         repeats = cfg.repeats if size == "tiny" or on_gpu else max(1, cfg.repeats // 2)
         flops, _ = limits(device, dtype)
-        vocab, forward = SIZES[size]["vocab_size"], matmul_flops(SIZES[size])
-        print(f"{size}: {str(dtype).removeprefix('torch.')}, matrix products {flops / 1e9:.0f} GFLOP/s")
+        vocab, body = SIZES[size]["vocab_size"], matmul_flops(SIZES[size], False)
+        head = matmul_flops(SIZES[size]) - body
+        print(f"{size}: {dtype}, matrix products {flops / 1e9:.0f} GFLOP/s")
         for shape, lengths, shared in (("equal, nothing shared", [mean] * (groups * k), False),
                                        (f"ragged, {k} responses a prompt", ragged(groups * k, mean), True)):
             prompts = prompts_of(groups if shared else groups * k, prompt, vocab)
@@ -245,9 +239,8 @@ def bench_learner(cfg, device, cases):
                                [prompt] * len(responses), device)
             a, b, ratio = turns(run, plain, repeats, device)
             tokens = sum(lengths) + prompt * groups * k
-            show(cases, f"{size} fwd+bwd {shape}", "tok/s", tokens / a, tokens / b, ratio,
-                 matmul_share=3 * (len(batch.tokens) * matmul_flops(SIZES[size], False)
-                                   + len(batch.targets) * (forward - matmul_flops(SIZES[size], False))) / a / flops,
+            work = 3 * (len(batch.tokens) * body + len(batch.targets) * head)
+            show(cases, f"{size} fwd+bwd {shape}", "tok/s", tokens / a, tokens / b, ratio, matmul_share=work / a / flops,
                  ours_mib=peak_bytes(device, run) / 2 ** 20, peer_mib=peak_bytes(device, plain) / 2 ** 20)
     head_memory(cases, device)
 
@@ -281,23 +274,24 @@ def plain_pass(model, sequences, prompt_lens, device):
 
 
 def head_memory(cases, device):
-    """Extra memory of the chunked log-probs of 4,096 tokens x 151,936 ids, value and gradient of the hidden states."""
+    """Extra memory of the chunked log-probs of 4,096 tokens x 151,936 ids, value and gradient of the hidden
+    states."""
     from model import token_logp
     hidden = torch.randn(4096, 1024, device=device).bfloat16().requires_grad_()
     weight = (torch.randn(151936, 1024, device=device) * 0.02).bfloat16()
     targets = torch.randint(0, 151936, (4096,), device=device)
     extra = peak_bytes(device, lambda: token_logp(hidden, weight, targets)[0].sum().backward())
-    show(cases, "head of 4,096 tokens x 151,936 ids, extra", "MiB", extra / 2 ** 20, 4096 * 151936 * 4 / 2 ** 20)
+    show(cases, "head of 4,096 x 151,936, extra (peer: logits)", "MiB", extra / 2 ** 20, 4096 * 151936 / 2 ** 18)
 
 
 # ------------------------------------------------------------------------------------------------- whole step
 def bench_step(cfg, device, cases):
-    """One RL step (rollout, reward, reference, update) of 4 prompts x 8 short responses on the tiny model: ours, and
-    GRPOTrainer's, alternating inside its own training loop."""
+    """One RL step (rollout, reward, reference, update) of 4 prompts x 8 short responses on the tiny model:
+    ours, and GRPOTrainer's, alternating inside its own training loop."""
     import train
     run_cfg, device = train.resolve(train.Config(
-        algo="grpo", prompts_per_step=4, samples_per_prompt=8, max_new_tokens=64, lr=1e-6, steps=4 * cfg.repeats + 4,
-        eval_data="", device=cfg.device))
+        algo="grpo", prompts_per_step=4, samples_per_prompt=8, max_new_tokens=64, lr=1e-6,
+        steps=4 * cfg.repeats + 4, eval_data="", device=cfg.device))
     run = train.build(run_cfg, device)
     with run.grader:
         run.optimizer = train.make_optimizer(run.model, run_cfg)
@@ -308,7 +302,8 @@ def bench_step(cfg, device, cases):
 
 
 def peer_steps(run, step_of_ours, count):
-    """Runs GRPOTrainer for `count` steps; after each of its steps one of ours is timed -> (ours, theirs) in s."""
+    """Runs GRPOTrainer for `count` steps; after each of its steps one of ours is timed -> (ours, theirs) in
+    s."""
     import datasets
     import transformers
     import trl
@@ -331,7 +326,7 @@ def peer_steps(run, step_of_ours, count):
     rows = [{"prompt": [{"role": "user", "content": p.question}], "label": p.label}
             for p in (run.problems[i] for i in range(4 * count + 8))]
     options = trl.GRPOConfig(
-        output_dir="/tmp/nanorpp-peer", per_device_train_batch_size=32, num_generations=8, max_completion_length=64,
+        output_dir="out/peer", per_device_train_batch_size=32, num_generations=8, max_completion_length=64,
         beta=0.01, learning_rate=1e-6, max_steps=count + 2, logging_strategy="no", save_strategy="no",
         report_to=[], use_cpu=run.device.type == "cpu", bf16=run.cfg.dtype == "bfloat16", temperature=1.0,
         disable_tqdm=True, gradient_checkpointing=False)
@@ -346,12 +341,13 @@ def peer_steps(run, step_of_ours, count):
 
 # ---------------------------------------------------------------------------------------------------- scaling
 def bench_scaling(cfg, device, cases):
-    """Seconds and peak memory of forward + backward against response length, K and width; tokens held at 4,096."""
-    base = dict(TINY, max_position_embeddings=8192)
+    """Seconds and peak memory of forward + backward against response length, K and width; tokens held at
+    4,096."""
+    base = dict(SIZES["tiny"], max_position_embeddings=8192)
     for layers, hidden in ((4, 128), (4, 256), (8, 256)):
         options = dict(base, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=3 * hidden,
                        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64)
-        raw = {**options, "model_type": "qwen3", "rope_theta": 1e6, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+        raw = dict(options, model_type="qwen3", rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-6)
         model = Qwen3(ModelConfig.from_dict(raw)).init_weights(0).to(device)
         for length, k in ((128, 8), (256, 8), (512, 8), (1024, 8), (2048, 2), (4096, 1), (256, 2), (256, 16)):
             count = max(1, 4096 // length)
@@ -359,7 +355,7 @@ def bench_scaling(cfg, device, cases):
             batch = pack(prompts, [i // k for i in range(count)], prompts_of(count, length, 512)).to(device)
             run = learner_pass(model, batch, torch.float32, device)
             seconds, _, _ = turns(run, run, cfg.repeats, device)
-            show(cases, f"{layers} x {hidden}: {count} x {length} tokens, K {k}", "tok/s", count * length / seconds,
+            show(cases, f"{layers} x {hidden}: {count} x {length}, K {k}", "tok/s", count * length / seconds,
                  us_per_token=1e6 * seconds / len(batch.tokens), mib=peak_bytes(device, run) / 2 ** 20)
 
 
@@ -368,14 +364,14 @@ def main(cfg):
         device = distributed.pick_device(cfg.device)
         if cfg.repeats < 1:
             raise ValueError(f"--repeats {cfg.repeats}: at least 1")
-    print(f"{device.type}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{device.type}, {torch.get_num_threads()} of {os.cpu_count()} cores, torch {torch.__version__}")
     cases = []
     {"sampler": bench_sampler, "learner": bench_learner, "step": bench_step,
      "scaling": bench_scaling}[cfg.what](cfg, device, cases)
     if cfg.json:
         with open(cfg.json, "w", encoding="utf-8") as file:
-            json.dump({"what": cfg.what, "device": device.type, "torch": torch.__version__, "cases": cases}, file,
-                      indent=2)
+            about = {"what": cfg.what, "device": device.type, "torch": torch.__version__}
+            json.dump(about | {"cases": cases}, file, indent=2)
 
 
 if __name__ == "__main__":
