@@ -5,7 +5,7 @@
     load_problems("openai/gsm8k", split="test", read_label=...)              # the hub, if no such path exists
 
 Rows stay as they are: nothing is dropped, cleaned or shuffled, and what cannot be used stops the load.
-Messages count lines and rows of files from 1; Problem.row counts from 0. Order depends on its arguments alone.
+Messages count lines and rows of files from 1; Problem.row counts from 0. Order depends on arguments alone.
 """
 
 import difflib

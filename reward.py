@@ -1,19 +1,18 @@
-r"""Rewards: find the answer that a response marks, compare it exactly with the label, tell wrong from unreadable.
+r"""Rewards: find the answer that a response marks, compare it exactly, tell wrong from unreadable.
 
-    python reward.py responses.jsonl             # rows {"response", "label"}; one verdict a line ('-': stdin)
+    python reward.py responses.jsonl      # rows {"response", "label"}, a verdict a line ('-': standard input)
     python reward.py responses.jsonl --reward mine.py:score
 
-Marked is the last \boxed{...}; without a box, what follows the last '####' (docs/algorithms.md, "Rewards"). A
-label that is a number is compared exactly, here; a formula (MATH) goes to math-verify, in worker processes with
-a time and a memory limit. Text of a model is never evaluated. It must say one value: ranges, lists, '10 or 12',
-'80 - 8', '5:30', half a mixed number are "unparsed", and so are 'about 72', '72!', '> 72'. Units are not
-converted: 72% is 72, not 0.72. A reward of your own, function(response, label, question) -> number or bool, all
-three texts, runs in the workers too; what it prints goes to stderr.
+Marked is the last \boxed{...}, without a box what follows the last '####' (docs/algorithms.md, "Rewards"). A
+number as label is compared exactly, here; a formula (MATH) by math-verify, in worker processes with limits of
+time and memory. Text of a model is never evaluated. It must say one value: ranges, lists, '10 or 12', '5:30',
+'80 - 8', half a mixed number are "unparsed", and so are 'about 72', '72!', '> 72', '2 million'. Units are not
+converted: 72% is 72, not 0.72. A reward of your own, function(response, label, question) -> number or bool,
+all three texts, runs in the workers too; what it prints goes to stderr.
 """
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -31,27 +30,27 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import NamedTuple
 
-SAID, FORMULA, DIGITS = 200, 1000, 600   # longest answer reported; given to math-verify; digits of a fraction
+SAID, FORMULA, DIGITS = 200, 1000, 600      # longest answer reported, given to math-verify, read as fraction
+START_S = 120                               # a worker that is not ready by then has failed
 
 
 class Verdict(NamedTuple):
     reward: float
-    kind: str               # right | wrong | unparsed | error | timeout; the last two do not judge the response
+    kind: str               # right | wrong | unparsed | error | timeout; the last two judge no response
     said: str | None        # the marked answer, shortened
     detail: str | None = None
 
 
-# ---------------------------------------------------------------------------------------- the marked answer
+# --------------------------------------------------------------------------------------- the marked answer
 _TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|end_of_text|eot_id)\|>|<end_of_turn>|</s>")
-_BRACE = re.compile(r"\\boxed\s*\{|\\(?!\\boxed).|[{}]", re.DOTALL)          # an escaped brace is no brace
+_BRACE = re.compile(r"\\boxed\s*\{|\\(?!\\boxed).|[{}]", re.DOTALL)         # an escaped brace is no brace
 _BLANK, _INK = re.compile(r"\s*\}"), re.compile(r"[^\s*_:`$\\()\[\]]")
 
 
 def extract_answer(text):
-    """What `text` marks as its answer, or None: nothing is marked, or the last box is not closed. Marks inside
+    """What `text` marks as its answer, or None: nothing is marked or the last box is not closed. Marks inside
     <think>...</think> count only when nothing outside marks an answer; a lone </think> ends thinking that the
     prompt began. The time is linear in the length of any text."""
     outside, inside, thinking = [], [], False
@@ -69,8 +68,8 @@ def extract_answer(text):
 
 
 def _last_box(text):
-    """(is there a box?, the content of the last or None if it is unclosed). An empty box, as in an echoed
-    instruction, is none; of nested boxes the outermost counts, since it closes last."""
+    """(is there a box?, the content of the last, None if unclosed). An empty box, an echoed instruction, is
+    none; of nested boxes the outermost counts, since it closes last."""
     opened, last = [], None                                     # (start of the content, is it a box's?)
     for brace in _BRACE.finditer(text):
         if brace[0] == "}":
@@ -83,70 +82,62 @@ def _last_box(text):
 
 
 def _after_hashes(text):
-    """(is there a '####'?, the rest of its line, or the next line with something on it, or None)."""
+    """(is there a '####'?, the rest of its line, else the next line with something on it, else None)."""
     mark = text.rfind("####")
-    line = text.rfind("\n", 0, max(mark, 0)) + 1
-    stop = line + len(text[line:].split("\n", 1)[0].rstrip("# \t\r"))        # '#### 72 ####': closed heading
-    mark = text.rfind("####", line, stop) if "####" in text[line:stop] else mark
     ink = _INK.search(text, mark + 4)
     if mark < 0 or not ink:
         return mark >= 0, None
     start = max(mark + 4, text.rfind("\n", 0, ink.start()) + 1)
-    return True, text[start:stop if ink.start() < stop else None].split("\n", 1)[0].strip()
+    return True, text[start:].split("\n", 1)[0].strip()
 
 
-# ------------------------------------------------------------------------------------------- exact numbers
-_THIN = "\u2009"                                                # separates thousands, as in 1\,800
-_WRAP = re.compile(r"\\(?:(?:text|math)[a-z]*|boxed|boldsymbol|bm|mbox|emph|underline|operatorname|left|right|"
-                   r"displaystyle|q?quad|pounds|euro)(?![A-Za-z])|\\[\\()\[\]$]|[$`]")
+# ------------------------------------------------------------------------------------------ exact numbers
+_WRAP = re.compile(r"\\(?:(?:text|math)[a-z]*|boxed|boldsymbol|bm|mbox|emph|underline|operatorname|left|"
+                   r"right|displaystyle|q?quad|pounds|euro)(?![a-z])|\\[\\()\[\]$,;: ]|[$`]|(?<=[\w%])~|\*\*")
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
-_STARS = re.compile(r"(?<![\w*)])(\*{1,3})(?![\s*])([^*]*)(?<!\s)\1(?![\w*(])")
-_LEAD = re.compile(r"(?:(?:the|final|correct|so|thus|therefore|total|answer|result|value|is|are|equals|usd|eur|"
-                   r"gbp|inr|us|rs)\b\.?\s*)*[:=]?\s*", re.I)
+_LEAD = re.compile(r"(?:(?:the|final|correct|so|thus|therefore|total|answer|result|value|is|are|equals|usd|"
+                   r"eur|gbp|inr|us|rs)\b\.?\s*)*[:=]?\s*", re.I)
 _INT = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
 _DEC = rf"(?:{_INT}(?:\.[0-9]+)?|\.[0-9]+)"
-_SCALE = {"": 0, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NUMBER = re.compile(                                            # 3 1/4, 3/4, 1,800.50, 1e3, 1.8 x 10^3
+_NUMBER = re.compile(                                           # 3 1/4, 3/4, 1,800.50, 1e3, 1.8 x 10^3
     rf"([+-]|(?:minus|negative)\b)?\s*(?:(?:({_INT})\s)?({_DEC})\s?/\s?(-?{_DEC})|({_DEC})(?:(?:e|\s?"
-    rf"(?:[x×·*]|\\times|\\cdot)\s?10\s?\^\s?)([+-]?[0-9]{{1,4}})(?![0-9]))?)"
-    rf"(?:\s?({'|'.join(filter(None, _SCALE))})\b)?", re.I)
-# After the number come units with exponents, then perhaps a comment, which begins at _CUT. A digit among the
-# units is a second number; a _BAD word there (a variable, 'or', 'half') makes the number a part of the value.
+    rf"(?:[x×·*]|\\times|\\cdot)\s?10\s?\^\s?)([+-]?[0-9]{{1,4}})(?![0-9]))?)", re.I)
+# Next come units with exponents, then perhaps a comment, from _CUT on. A digit among the units is a second
+# number; after a _BAD word there (a variable, 'or', 'half') or a _HEDGE the number is a part of what is said.
 _UNIT = re.compile(r"(?:(?<!\s)-|\s?[/·]\s?)?[^\W\d_]+\.?(?:(?:\^\(?-?[0-9]\)?|[23])(?![0-9A-Za-z]))?")
 _CUT = re.compile(r"[.;:。](?=\s|$)|,(?=\s*[^\W\d_]|\s*$)|(?<=[^\W\d_])!|\s[(\[]|—|"
                   r"\b(?:because|since|which|that|this|as|where)\b", re.I)
-_BAD = re.compile(r"(?<![^\W\d_])(?:(?!a [^\W\d_])(?![mglshdLWVJNCFUS])[A-Za-z\u0391-\u03c9]|(?i:or|not|never|pi|xy|"
-                  r"sin|cos|tan|log|ln|squared|cubed|times|plus|minus|point|half|halves|thirds|(?:four|fif|six|"
-                  r"eigh|ten)ths|and (?:an?|one|two|three)))(?![^\W\d_])")
+_BAD = re.compile(r"(?<![^\W\d_])(?:(?!a [^\W\d_])(?![mglshdLWVJNCFUS])[A-Za-z\u0391-\u03c9]|(?i:or|not|"
+                  r"never|pi|xy|sin|cos|tan|log|ln|squared|cubed|times|plus|minus|point|half|halves|thirds|"
+                  r"(?:four|fif|six|eigh|ten)ths|(?:hundred|thousand|(?:m|b|tr)illion)s?|"
+                  r"and (?:an?|one|two|three)))(?![^\W\d_])")
 _HEDGE = re.compile(r"[\s.,;:。!—(\[]*(?:(?:or|maybe|perhaps|possibly|alternatively|either|wait|[b-hj-z])"
                     r"(?![^\W\d_])|and\s+\S*[0-9])|[\s.,;:。!—]*[0-9]|\s*[(\[][\s0-9.,/%+-]*[)\]]\W*$", re.I)
 
 
 @lru_cache(maxsize=4096)
 def _ascii(char):
-    """A character outside ASCII in this file's notation: digits of any script, ½, ², dashes, currency, spaces."""
+    """A character in this file's notation: digits of any script, ½, ², dashes, currency, full width."""
     plain = unicodedata.normalize("NFKC", char).replace("\u2044", "/")
     kind = {"<frac": " ", "<supe": "^", "<wide": ""}.get(unicodedata.decomposition(char)[:5])
-    return {"Pd": char if char in "—―" else "-", "Sc": " ", "Cf": "", "Zs": _THIN,
+    return {"Pd": char if char in "—―" else "-", "Sc": " ", "Cf": "", "Zs": "\\,",
             "Nd": str(unicodedata.digit(char, ""))}.get(
         "Pd" if char == "−" else unicodedata.category(char), char if kind is None else kind + plain)
 
 
 def _plain(text):
     """`text` without LaTeX, markdown and currency; a command that is not understood keeps its backslash."""
-    text = re.sub(r"[^\x00-\x7f]", lambda m: _ascii(m[0]), text).replace("\\!", "")
+    text = re.sub(r"[^\x00-\x7f]", lambda m: _ascii(m[0]), text).replace("\\!", "").replace("\\%", "%")
+    text = re.sub(r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))", ",", text)    # 1\,800
     text = re.sub(r"\^?\s?\{?(?:°|\\(?:circ|degree)(?![a-z]))\}?", "°", text)
-    text = _WRAP.sub(" ", re.sub(r"\\[,;: ]|(?<=[\w%])~", _THIN, text)).replace("\\%", "%")
-    text = _FRAC.sub(lambda m: f" {m[1] or m[2] or ''}/{m[3] or m[4] or ''} ", text)
-    text = text.replace("{", "").replace("}", "")
-    text = re.sub(rf"(?<=[0-9]){_THIN}(?=[0-9]{{3}}(?![0-9]))", ",", text)
-    return " ".join(_STARS.sub(r"\2", text).split())
+    text = _FRAC.sub(lambda m: f" {m[1] or m[2] or ''}/{m[3] or m[4] or ''} ", _WRAP.sub(" ", text))
+    return " ".join(text.replace("{", "").replace("}", "").split())
 
 
 def _one(text):
-    """Value (Decimal or Fraction) of plain `text` that says one number, units and a comment allowed, or None."""
+    """Value (Decimal or Fraction) of plain `text` if it says one number, perhaps with units and a comment."""
     text = text.strip(" *_#\"'“”‘’•")
-    inner = re.fullmatch(r"\(([^(),]*)\)\.?", text)
+    inner = re.fullmatch(r"[(\[]([^()\[\],]*)[)\]]\.?", text)
     text = inner[1].strip() if inner else text
     found = _NUMBER.match(text, _LEAD.match(text).end())
     if not found:
@@ -156,16 +147,16 @@ def _one(text):
     units, comment = (tail[:cut.start()], tail[cut.start():]) if cut else (tail, "")
     if _UNIT.sub("", units).strip(" %°'\"’′″") or _BAD.search(units) or _HEDGE.match(comment):
         return None
-    sign, whole, over, under, decimal, power, scale = ((g or "").replace(",", "") for g in found.groups())
-    power, minus = int(power or 0) + _SCALE[scale.lower()], sign not in ("", "+")
+    sign, whole, over, under, decimal, power = ((g or "").replace(",", "") for g in found.groups())
+    minus = sign not in ("", "+")
     if decimal:                                                 # exact at any length, which int() refuses
-        return Decimal(f"{'-' * minus}{decimal}e{power}")
+        return Decimal(f"{'-' * minus}{decimal}e{power or 0}")
     if len(found[0]) > DIGITS or not Fraction(under):
         return None
     value = Fraction(over) / Fraction(under)
     if whole and not 0 < value < 1:
         return None
-    return (value + int(whole or 0)) * (-1) ** minus * 10 ** power
+    return (value + int(whole or 0)) * (-1) ** minus
 
 
 def _number(text):
@@ -185,21 +176,22 @@ def _number(text):
     return values[0] if values and all(v == values[0] for v in values) else value
 
 
-# -------------------------------------------------------------------------------------------------- labels
+# ------------------------------------------------------------------------------------------------- labels
 def read_label(label, where=""):
     r"""(canonical text of `label`, was it cut out of a rationale '... #### 72' or '... \boxed{72}'?).
 
     A label is a number (72, 72.0, '$1,800' -> '1800', '3 1/4' -> '13/4', '72%' -> '72') or a formula that
-    math-verify reads (LaTeX, an expression, an interval, '1, 2'). Words, sentences, ranges, clock times, bool,
-    list, null and empty text are a ValueError, one line that begins with `where` (see read_text for words)."""
+    math-verify reads (LaTeX, an expression, an interval, '1, 2'). Words, sentences, ranges, times, bool, lists
+    and empty labels are a ValueError, one line that begins with `where` (words: see read_text)."""
     try:
         if isinstance(label, bool) or not isinstance(label, (str, int, float, Decimal)):
             raise ValueError("is null" if label is None else f"is a {type(label).__name__}")
-        text = label.strip() if isinstance(label, str) else format(
-            Decimal(label if isinstance(label, int) else str(label)), "f")
-        boxed, hashes = "\\boxed" in text, text.rpartition("####")
-        return _label(hashes[2].strip() if hashes[1] else extract_answer(text) or "" if boxed else text)[0], bool(
-            boxed or hashes[1])
+        number = None if isinstance(label, str) else Decimal(label if isinstance(label, int) else str(label))
+        text = label.strip() if number is None else format(number, "f")
+        if "####" in text:
+            return _label(text.rpartition("####")[2].strip())[0], True
+        boxed = "\\boxed" in text
+        return _label(extract_answer(text) or "" if boxed else text)[0], boxed
     except ValueError as error:
         raise ValueError(f"{where}{where and ': '}label {label!r:.80} {error}") from None
 
@@ -211,6 +203,9 @@ def read_text(label, where=""):
     raise ValueError(f"{where}{where and ': '}label {label!r:.80} is empty or no text")
 
 
+_NOT_MATH = re.compile(r"[^\W\d_]{3}|\b(?:or|of|to|is|at|in|am|pm|no|on|by|kg|km|cm|mm|N/A)\b|<<|\n")
+
+
 @lru_cache(maxsize=65536)
 def _label(text):
     """(canonical text, its number or None for a formula). A label has no comment: at most four words."""
@@ -219,19 +214,18 @@ def _label(text):
     if value is not None:
         shown = str(value) if isinstance(value, Fraction) else format(value, "f")
         return (shown.rstrip("0").rstrip(".") if "." in shown else shown) if value else "0", value
-    words = re.sub(r"\\(?:text|mathrm|mathbf|mbox|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|sqrt|sin|cos|tan|log|ln", " ", text)
-    if (len(text) > FORMULA or "\n" in text or "<<" in text or text.count("{") != text.count("}")
-            or re.search(r"[^\W\d_]{3}|\b(?:or|of|to|is|at|in|am|pm|no|on|by|kg|km|cm|mm|N/A)\b", words)
+    bare = re.sub(r"\\(?:text|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|sqrt|sin|cos|tan|log", " ", text)
+    if (len(text) > FORMULA or text.count("{") != text.count("}") or _NOT_MATH.search(bare)
             or not re.search(r"\\[A-Za-z]|[\^_+*/=<>(\[|]|[0-9-][A-Za-z]|[A-Za-z] -|, |^[A-Za-z]$", text)
             or not re.search(", |,-", text) and re.fullmatch(r"[0-9+-][0-9\s.,:/+\-–%*x]*", text)):
         raise ValueError("is neither one number nor a formula" if text else "is empty")
     reply = _shared().ask(text, text, "")
     if not reply.get("value"):
-        raise ValueError(f"is no formula that can be read ({reply.get('error', 'math-verify: not equal to itself')})")
+        raise ValueError(f"is no formula that can be read ({reply.get('error', 'it does not equal itself')})")
     return text, None
 
 
-# ------------------------------------------------------------------------------------------------ verdicts
+# ----------------------------------------------------------------------------------------------- verdicts
 def grade(response, label):
     """Verdict of one response. It never raises: a label that cannot be read gives "error", never "wrong"."""
     return _grade(_shared, response, label)
@@ -262,10 +256,10 @@ def _grade(grader, response, label):
 
 
 class Grader(contextlib.AbstractContextManager):
-    """Grades batches. Formulas, and rewards of your own (`spec` "file.py:function"), go to `workers` processes;
-    at most `concurrency` responses are in hand at a time, each for `timeout_s` seconds and `memory_gib` above
-    what a worker has after loading. A worker that hangs or dies is replaced, its response is "timeout" or
-    "error", the others are graded as ever. ValueError when `spec` cannot be loaded."""
+    """Grades batches. Formulas and rewards of your own (`spec` "file.py:function") go to `workers` processes,
+    at most `concurrency` responses at a time, each for `timeout_s` seconds and with `memory_gib` above what a
+    worker has after loading. A worker that hangs or dies is replaced, its response is "timeout" or "error",
+    the others are graded as ever. ValueError when `spec` cannot be loaded."""
 
     def __init__(self, spec="math", workers=4, concurrency=16, timeout_s=5.0, memory_gib=4.0):
         if min(workers, concurrency) < 1 or not min(timeout_s, memory_gib) > 0:
@@ -275,8 +269,8 @@ class Grader(contextlib.AbstractContextManager):
         self.idle = queue.LifoQueue()                           # a warm worker before a new one
         for worker in self.workers:
             self.idle.put(worker)
-        if spec != "math":
-            worker.start()                                      # a missing file or function shows now
+        if spec != "math" and (error := worker.start()):        # a missing file or function shows now
+            raise ValueError(error)
 
     def close(self, *_):
         for worker in self.workers:
@@ -302,11 +296,10 @@ class Grader(contextlib.AbstractContextManager):
     def _grade_one(self, response, label, question):
         if self.spec == "math":
             return _grade(lambda: self, response, label)
-        said = (extract_answer(response) or "")[:SAID] or None
-        reply = self.ask(response, str(label), question)
-        if "error" in reply:
-            return Verdict(0.0, reply.get("kind", "error"), said, reply["error"])
-        return Verdict(reply["value"], "right" if reply["value"] > 0 else "wrong", said)
+        reply = {"value": 0.0} | self.ask(response, str(label), question)
+        kind = reply.get("kind", "error") if "error" in reply else "right" if reply["value"] > 0 else "wrong"
+        said = extract_answer(response)
+        return Verdict(reply["value"], kind, said and said[:SAID], reply.get("error"))
 
 
 @lru_cache(maxsize=1)
@@ -314,24 +307,24 @@ def _shared():
     return Grader(workers=1)                                    # of grade() and read_label()
 
 
-# ------------------------------------------------------------------------------------------------- workers
+# ------------------------------------------------------------------------------------------------ workers
 class _Worker:
     """This file as a child process; JSON to and fro. The limit is a kill from outside, which ends any loop in
     any code; the parent needs no signal handler and no fork, so that each of its threads may ask."""
 
-    def __init__(self, spec, timeout_s, memory_gib):
-        self.settings, self.timeout_s, self.process = [spec, str(timeout_s), str(memory_gib)], timeout_s, None
+    def __init__(self, *settings):
+        self.settings, self.process = settings, None            # spec, timeout_s, memory_gib
 
     def start(self):
+        """Starts the process; returns what went wrong."""
         self.pipe, theirs = Pipe()
-        command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs.fileno()), *self.settings]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
-                                        start_new_session=True)
+        command = [sys.executable, os.path.abspath(__file__), "--worker", theirs.fileno(), *self.settings]
+        self.process = subprocess.Popen([*map(str, command)], pass_fds=[theirs.fileno()], stdout=2,
+                                        stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
-        reply = self._reply(120.0)
-        if "error" in reply:
+        if error := self._reply(START_S).get("error"):
             self.stop()
-            raise ValueError(f"reward {self.settings[0]!r}: {reply['error']}")
+            return f"reward {self.settings[0]!r}: {error}"
 
     def stop(self):
         if self.process:
@@ -342,20 +335,17 @@ class _Worker:
             self.process = None
 
     def ask(self, job):
-        """{"value"} or {"error"}, with "kind" when the worker hung or died; it is replaced at once, so that the
-        next batch is as fast as ever."""
-        try:
-            if not self.process:
-                self.start()
+        """{"value"} or {"error"}, with "kind" when the worker hung or died. It is replaced at once, so that
+        the next batch is as fast as ever."""
+        if not self.process and (error := self.start()):
+            return {"error": error}
+        with contextlib.suppress(OSError):
             self.pipe.send_bytes(json.dumps(job).encode())
-            reply = self._reply(self.timeout_s)
-            if "kind" in reply:
-                self.stop()
-                self.start()
-            return reply
-        except (ValueError, OSError) as error:
+        reply = self._reply(self.settings[1])
+        if "kind" in reply:
             self.stop()
-            return {"error": str(error)}
+            self.start()
+        return reply
 
     def _reply(self, seconds):
         try:
@@ -367,25 +357,30 @@ class _Worker:
 
 
 def _serve(fd, spec, timeout_s, memory_gib):
-    """The worker's side: the first reply says that it is ready. An alarm ends it when the parent is gone."""
-    pipe, function = Connection(int(fd)), None
-    with contextlib.suppress(EOFError):
-        for job in itertools.chain([b""], iter(pipe.recv_bytes, None)):
-            signal.alarm(math.ceil(float(timeout_s)) + 5 if job else 120)
-            try:
-                reply = {"value": function(*json.loads(job)) if job else None}
-                if not job:
-                    function = _math_function() if spec == "math" else _own_function(*spec.rsplit(":", 1))
-                    with contextlib.suppress(OSError, ValueError):           # where the platform has it
-                        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                        resource.setrlimit(resource.RLIMIT_AS, (used + int(float(memory_gib) * 2 ** 30),) * 2)
-            except BaseException as error:                      # sys.exit() in a user's function is an error
-                reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+    """The worker's side; its first reply says that it is ready. An alarm ends it when the parent is gone."""
+    def attempt(seconds, function, *args):
+        signal.alarm(math.ceil(seconds))
+        try:
+            return {"value": function(*args)}
+        except BaseException as error:                          # sys.exit() in a user's function is an error
+            return {"error": f"{type(error).__name__}: {error}"[:300]}
+        finally:
             signal.alarm(0)
+
+    pipe, load = Connection(int(fd)), _math_function if spec == "math" else _own_function
+    reply = attempt(START_S, load, spec)
+    function = reply.pop("value", None)
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as pages:       # where it exists
+        limit = int(pages.read().split()[0]) * resource.getpagesize() + int(float(memory_gib) * 2 ** 30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    with contextlib.suppress(EOFError):
+        while True:
             pipe.send_bytes(json.dumps(reply).encode())
+            reply = attempt(float(timeout_s) + 5, function, *json.loads(pipe.recv_bytes()))
 
 
-def _own_function(path, name):
+def _own_function(spec):
+    path, name = spec.rsplit(":", 1)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     function = runpy.run_path(path)[name]
 
@@ -397,13 +392,11 @@ def _own_function(path, name):
     return reward
 
 
-def _math_function():
+def _math_function(_spec):
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.parsing import sympy_parser
     logging.disable(logging.CRITICAL)
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
-
-    evaluate = sympy_parser.eval_expr
+    config, evaluate = [LatexExtractionConfig(boxed_match_priority=0)], sympy_parser.eval_expr
 
     def guarded(code, *scope):                                  # the only way from text to eval()
         if not re.fullmatch(r"(?:Symbol|Integer|Float) \('?[\w.]+'? \)|\w ", code):
@@ -421,7 +414,7 @@ def _math_function():
     return reward
 
 
-# -------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
 class Config:
     file: str

@@ -66,13 +66,13 @@ EQUAL = {       # label -> answers that say it
            "72, thanks", r"72\,\text{km}", "72~km", "72 (8 boxes of 9 pens)", "72 (8 * 9 = 72)", "72 [note 3]",
            "72, because 8 * 9 = 72", "72. There were 8 boxes of 9 pens.", "72 — that is 8 times 9", "72 is the answer",
            "The answer is 72.", "**Answer:** 72", "Answer: **72**", "**72**", "*72*", "__72__", "`72`", "72**",
-           "** 72 **", "**72** pens", "“72”", "(72)", r"\(72\)", r"\[72\]", r"\text{72}", r"\mathbf{72}", r"{{72}}",
+           "** 72 **", "**72** pens", "“72”", "(72)", "[72]", r"\(72\)", r"\[72\]", r"\text{72}", r"\mathbf{72}", r"{{72}}",
            r"\left(72\right)", r"\displaystyle 72", "x = 72", "= 72", "Total cost = $72", r"\text{Total} = 72",
            "8 * 9 = 72", "80 - 8 = 72", "72 = 8 * 9", "8 x 9 = 72", r"8 \times 9 = 72", r"\frac{144}{2} = 72", "x_1 = 72",
            "8 boxes * 9 pens = 72 pens", "f(2) = 72", r"\theta = 72^\circ", "０７２", "٧٢", "७२", "72\u200b", "72\ufeff", "72①",
            "144/2", "0" * 20000 + "72", "72." + "0" * 20000, "7.2e1", "72<|im_end|>", "72<|endoftext|>", "72</s>"],
     "-7": ["-7", "−7", "–7", "- 7", "-$7", "$-7", "minus 7", "(-7)", "-7.0", "-14/2", r"\frac{-14}{2}"],
-    "8500": ["8500", "8,500", "$8,500.00", r"8{,}500", r"8,\!500", r"8\,500", "8\u00a0500", "8.5 thousand", "8.5e3",
+    "8500": ["8500", "8,500", "$8,500.00", r"8{,}500", r"8,\!500", r"8\,500", "8\u00a0500", "8.5e3",
              "8.5 x 10^3", r"8.5 \times 10^{3}", "8.5×10³", "¥８，５００"],
     "0.75": ["0.75", ".75", "0.750", "3/4", "3 / 4", "6/8", r"\frac{3}{4}", r"\dfrac34", r"\tfrac{1,500}{2,000}", "¾",
              r"\frac{3}{4}\text{ cup}", "3/4 cups"],
@@ -80,7 +80,7 @@ EQUAL = {       # label -> answers that say it
     "-3 1/4": ["-3.25", r"-3\frac14", "−3¼"],
     "1/3": ["1/3", r"\frac{2}{6}"], "-0.5": [r"-\frac{1}{2}", r"\frac{1}{-2}", "-.5"], "0": ["0", "-0", "0.00", "00"]}
 DIFFERENT = {   # label -> answers that say another number
-    "72": ["71.9", "7.2", "-72", "0.72", "72.000000000000000000000000000001", "9" * 20000, "720", "72 million", "½"],
+    "72": ["71.9", "7.2", "-72", "0.72", "72.000000000000000000000000000001", "9" * 20000, "720", "½"],
     "7": ["-7", "−7", "70"], "0.72": ["72%", r"72\%"], "0.333": ["1/3", "0." + "3" * 20000], "1/3": ["0.333"],
     "0": ["0.0000001", "1e-400", "5"], "9007199254740993": ["9007199254740992"], "1000001": ["1000000"],
     "3": ["3 1/4", "3.0001"], "4": ["3/4"], "0.1": ["0.10000000000000001"], "1": ["1e400"]}
@@ -93,9 +93,9 @@ UNREADABLE = [  # no answer of one number, whatever piece of it the label is
     "x != 72", r"x \neq 72", "x ≠ 72", "x < 72", "> 72", "72 = 73", "-x = 5", "not = 72", "5:30", "5:30 pm", "12:05", "3:4",
     "nan", "inf", "-Infinity", "None", "null", "N/A", r"\infty", "true", "e", "zero", "0x48", "1_000", "0b1", "5e",
     "1e999999999", "1e-999999999", "5 hours 30 minutes", "5 hours and 30 minutes", "5 feet, 3 inches", "5'3\"",
-    "5 and a half", "5 and one third", "3 dollars and 50 cents", "3 thirds", "5K", "3 point 5", "72 is not right", "not 72",
+    "5 and a half", "5 and one third", "3 dollars and 50 cents", "3 thirds", "5K", "2 million", "3 thousands", "3 point 5", "72 is not right", "not 72",
     "about 72", "~72", "≈72", r"\approx 72", "at least 72", "72 or more", "72+", "72?", "72...", "0.333…", "~~72~~",
-    r"0.\overline{3}", "72 +/- 1", "72 ± 1", "Step 1: 72", "Step 2: check", "the answer is not 72", "12,34", "1,23", "0,5",
+    r"0.\overline{3}", "72 +/- 1", "72 ± 1", "Step 1: 72", "Step 2: check", "the answer is not 72", "12,34", "1,23", "0,5", "0,500",
     "1.234,56", "1,0000", "1,000,00", "1.2.3", "1/2/3", "3/0", r"\frac{72}{0}", "3 5/4", "+-7", "--7", "±7", ",", ".",
     "-", "$", "%", "/", "()", "", "-" * 50000, "9" * 20000 + "/3", "1," * 20000 + "x", "3 1/4 1/2", "72 per 8 boxes",
     "__import__('os').system('touch /tmp/grader_was_here')"]
@@ -139,7 +139,7 @@ def test_values_never_go_through_float():
 @pytest.mark.parametrize("text, answer", [
     ("\\boxed{5} then \\boxed{45}", "45"), ("#### 10\nCorrected: #### 12", "12"), ("\\boxed{72} and #### 9", "72"),
     ("#### 9\n\\boxed{72}", "72"), ("use \\boxed{}.\n#### 72", "72"), ("\\boxed{72} in a \\boxed{ }", "72"),
-    ("####\n72\n73", "72"), ("####\n\n  72  \n", "72"), ("#### 72 ####", "72"), ("##### 72", "72"), ("####72\r\nbye", "72"),
+    ("####\n72\n73", "72"), ("####\n\n  72  \n", "72"), ("#### 72 ####", None), ("##### 72", "72"), ("####72\r\nbye", "72"),
     ("**#### 72**", "72**"), ("####\n$$\n72\n$$", "72"), ("### 72", None), ("72", None), ("", None), ("####", None),
     ("#### \n \t", None), ("\\boxed{72", None), ("\\boxed{7} \\boxed{72", None), ("\\boxed{72 #### 9", None),
     ("in \\boxed{ put it: \\boxed{72}", "72"), ("\\boxed{\\boxed{7} + 2}", "\\boxed{7} + 2"), ("\\boxed {72}", "72"),
@@ -148,6 +148,7 @@ def test_values_never_go_through_float():
     ("<think>\\boxed{10}</think> \\boxed{12}", "12"), ("<think>\\boxed{10}</think> so 12", "10"),
     ("<think>\\boxed{10}</think>\n#### 12", "12"), ("#### 12 <think>\\boxed{10}", "12"), ("<think>#### 10", "10"),
     ("guess \\boxed{10}</think> \\boxed{12}", "12"), ("guess \\boxed{10}</think> yes", "10"),
+    ("guess \\boxed{10}</think>\n#### 12", "12"), ("<think>\\boxed{10}</think>\n####", None),
     ("<think>\\boxed{10}</think> \\boxed{12", None), ("<think>a<think>\\boxed{1}</think> b </think> #### 2", "2"),
     ("\\boxed{12} <think>\\boxed{10}</think>", "12"), ("<think>\n\n</think>\n\n#### 72", "72"),
     ("\\boxed{1}<think>x</think>\\boxed{2}<think>\\boxed{3}</think>", "2"),
@@ -220,7 +221,7 @@ def test_numeric_labels():
 @pytest.mark.parametrize("label", [
     "", "  ", None, True, False, [72], {"a": 72}, "blue", "four", "None", "nan", "inf", float("nan"), float("inf"), "12 or 13",
     "5-7", "5:30", "80 - 8", "12,34", "3/0", "N/A", "####", "steps #### ", "steps #### four", "\\boxed{}", "\\boxed{72", r"\frac{",
-    r"\frac{1}{}", r"\sqrt{2", "He had 4 apples and 3 pears.", "5 boxes were sold.", "8*9=<<8*9=72>>72", "a\nb", "July 4", b"72"],
+    r"\frac{1}{}", r"\sqrt{2", "He had 4 apples and 3 pears.", "5 boxes were sold.", "48 friends bought some clips", "8*9=<<8*9=72>>72", "a\nb", "July 4", b"72"],
     ids=repr)
 def test_refused_labels(label):
     with pytest.raises(ValueError, match=r"^data\.jsonl:3: label ") as error:
@@ -275,14 +276,17 @@ def test_same_verdict_in_any_thread(grader):
 def test_a_tower_costs_only_itself():
     pytest.importorskip("math_verify")
     labels = [r"\sqrt{2}"] * 8
-    with Grader(workers=2, timeout_s=1.0) as grader:
-        assert [v.kind for v in grader.grade(["\\boxed{2/\\sqrt{2}}"] * 8, labels)] == [RIGHT] * 8
-        responses = [f"\\boxed{{{i + 4}/\\sqrt{{2}}-{i + 2}/\\sqrt{{2}}}}" for i in range(8)]
-        verdicts = grader.grade(responses[:3] + [TOWER] + responses[4:], labels)
-        assert [v.kind for v in verdicts] == [RIGHT] * 3 + ["timeout"] + [RIGHT] * 4 and verdicts[3].reward == 0.0
-        started = time.perf_counter()
-        assert [v.kind for v in grader.grade(responses, labels)] == [RIGHT] * 8
-        assert time.perf_counter() - started < 1.0
+    responses = [f"\\boxed{{{i + 4}/\\sqrt{{2}}-{i + 2}/\\sqrt{{2}}}}" for i in range(8)]
+    with Grader(workers=2, timeout_s=2.5) as grader:
+        grader.grade(responses, labels)                                     # starts the workers
+        seconds = []
+        for third, kind in ((responses[3], RIGHT), (TOWER, "timeout"), (responses[3], RIGHT)):
+            started = time.perf_counter()
+            verdicts = grader.grade(responses[:3] + [third] + responses[4:], labels)
+            seconds.append(time.perf_counter() - started)
+            assert [v.kind for v in verdicts] == [RIGHT] * 3 + [kind] + [RIGHT] * 4
+            assert verdicts[3].reward == float(kind == RIGHT)
+        assert seconds[1] < 15 and seconds[2] < 2 * seconds[0] + 1.0
 
 
 def test_numbers_start_no_worker_and_import_nothing_heavy():
