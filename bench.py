@@ -32,7 +32,6 @@ NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SIZES = {"tiny": dict(zip(NAMES, (512, 128, 384, 4, 4, 2, 32, 512), strict=True)),
          "0.6B": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128, 40960), strict=True))}
 
-
 @dataclasses.dataclass
 class Config:
     what: Literal["sampler", "learner", "step", "scaling"]
@@ -41,12 +40,10 @@ class Config:
     only: Literal["", "tiny", "0.6B"] = ""  # one of the two models
     json: str = ""                          # also write the cases there: name, ours, peer, ratio, ...
 
-
 # ------------------------------------------------------------------------------------------------- measuring
 def sync(device):
     if device.type == "cuda":
         torch.cuda.synchronize()
-
 
 def turns(ours, peer, repeats, device):
     """Alternating calls of two functions that return nothing or seconds -> (median ours, median peer,
@@ -63,7 +60,6 @@ def turns(ours, peer, repeats, device):
     a, b = zip(*pairs, strict=True)
     return statistics.median(a), statistics.median(b), statistics.median(y / x for x, y in pairs)
 
-
 def limits(device, dtype):
     """(matrix-product FLOP/s at 1,024^3, copy bytes/s) of this machine now."""
     a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
@@ -72,7 +68,6 @@ def limits(device, dtype):
     product, _, _ = turns(lambda: a @ b, lambda: a @ b, 20, device)
     copied, _, _ = turns(lambda: other.copy_(big), lambda: other.copy_(big), 5, device)
     return 2 * 1024 ** 3 / product, 2 * big.numel() * 4 / copied
-
 
 def peak_bytes(device, f):
     """Peak memory of f beyond what was there: allocator peak on CUDA, growth of the process' peak
@@ -93,13 +88,11 @@ def peak_bytes(device, f):
         peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
     return peak * 1024 - before
 
-
 def show(cases, name, unit, ours, peer=None, ratio=None, **more):
     cases.append({"name": name, "unit": unit, "ours": ours, "peer": peer, "ratio": ratio, **more})
     text = "   ".join(f"{k} {v:.3g}" for k, v in more.items())
     print(f"{name:<44} {ours:>10.4g}" + (f" {peer:>10.4g}" if peer else " " * 11) + f" {unit:<9}"
           + (f" ratio {ratio:>6.2f}" if ratio else "") + ("   " + text if text else ""), flush=True)
-
 
 def make(size, device, dtype):
     """(ours, the same weights in transformers), random."""
@@ -112,11 +105,10 @@ def make(size, device, dtype):
         peer = Qwen3ForCausalLM(hf_config)
     peer = peer.to_empty(device=device).to(dtype).eval()
     peer.load_state_dict({k: v.to(dtype) for k, v in ours.state_dict().items()}, strict=False)
-    peer.model.rotary_emb = type(peer.model.rotary_emb)(hf_config).to(device)       # no parameter, so not loaded
+    peer.model.rotary_emb = type(peer.model.rotary_emb)(hf_config).to(device)   # not loaded: no parameter
     peer.tie_weights()
     peer.generation_config.eos_token_id = None
     return ours, peer
-
 
 def matmul_flops(c, with_head=True):
     """Forward FLOPs of the matrix products per token (attention scores not counted)."""
@@ -124,12 +116,10 @@ def matmul_flops(c, with_head=True):
                                 + 3 * c["intermediate_size"])
     return 2 * (c["num_hidden_layers"] * layer + with_head * c["vocab_size"] * c["hidden_size"])
 
-
 # --------------------------------------------------------------------------------------------------- sampler
 def prompts_of(count, length, vocab, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (count, length), generator=generator).tolist()
-
 
 def bench_sampler(cfg, device, cases):
     for size, dtype, rows, length, news in (("tiny", torch.float32, 32, 30, (60,)),
@@ -140,13 +130,12 @@ def bench_sampler(cfg, device, cases):
         sampler = Sampler(ours, [], SIZES[size]["vocab_size"], rows, dtype)
         repeats = cfg.repeats if size == "tiny" or device.type == "cuda" else max(1, cfg.repeats // 2)
         flops, bandwidth = limits(device, dtype)
-        print(f"{size}: {dtype}, matrix products {flops / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.0f} GB/s")
+        print(f"{size} {dtype}: matrix products {flops / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.0f} GB/s")
         for new in news:
             decode_cases(cases, size, sampler, peer, rows, length, new, repeats, device, flops, bandwidth)
         shared_case(cases, size, sampler, length, repeats, device)
         if size == "tiny":
             refill_case(cases, ours, dtype, repeats, device)
-
 
 def decode_cases(cases, size, sampler, peer, rows, length, new, repeats, device, flops, bandwidth):
     """Prefill (one new token), the whole, and decode: what the other tokens add."""
@@ -177,7 +166,6 @@ def decode_cases(cases, size, sampler, peer, rows, length, new, repeats, device,
          ms_per_step=1e3 * a / new, bandwidth_share=weights * new / a / bandwidth,
          matmul_share=rows * new * matmul_flops(SIZES[size]) / a / flops)
 
-
 def shared_case(cases, size, sampler, length, repeats, device):
     """4 prompts x 8 samples pay for the prefill of 4 (the peer repeats the prompt); against our own 4 x 1."""
     prompts = prompts_of(4, length, SIZES[size]["vocab_size"], seed=2)
@@ -187,7 +175,6 @@ def shared_case(cases, size, sampler, length, repeats, device):
 
     ours, single, ratio = turns(lambda: prefill(8), lambda: prefill(1), 2 * repeats, device)
     show(cases, f"{size} prefill 4 x 8 shared (peer: ours 4 x 1)", "ms", 1e3 * ours, 1e3 * single, ratio)
-
 
 def refill_case(cases, model, dtype, repeats, device):
     """256 requests of geometric length (8 ids of 512 end a response) through 32 slots, against 8 lock-step
@@ -207,13 +194,11 @@ def refill_case(cases, model, dtype, repeats, device):
     show(cases, "256 ragged through 32 slots (peer: lock-step)", "tok/s", count[0] / ours, count[0] / theirs,
          ratio)
 
-
 # --------------------------------------------------------------------------------------------------- learner
 def ragged(rows, mean, seed=4):
     """Response lengths between mean / 4 and about 2 mean, like those of a math data set."""
     generator = torch.Generator().manual_seed(seed)
     return (mean * (0.25 + 1.5 * torch.rand(rows, generator=generator))).int().tolist()
-
 
 def bench_learner(cfg, device, cases):
     on_gpu = device.type == "cuda"
@@ -240,10 +225,10 @@ def bench_learner(cfg, device, cases):
             a, b, ratio = turns(run, plain, repeats, device)
             tokens = sum(lengths) + prompt * groups * k
             work = 3 * (len(batch.tokens) * body + len(batch.targets) * head)
-            show(cases, f"{size} fwd+bwd {shape}", "tok/s", tokens / a, tokens / b, ratio, matmul_share=work / a / flops,
+            show(cases, f"{size} fwd+bwd {shape}", "tok/s", tokens / a, tokens / b, ratio,
+                 matmul_share=work / a / flops,
                  ours_mib=peak_bytes(device, run) / 2 ** 20, peer_mib=peak_bytes(device, plain) / 2 ** 20)
     head_memory(cases, device)
-
 
 def learner_pass(model, batch, dtype, device):
     """Our forward, loss and backward of one micro-batch; fp32 master weights, autocast for 16-bit."""
@@ -253,7 +238,6 @@ def learner_pass(model, batch, dtype, device):
         logp.mean().backward()
         model.zero_grad(set_to_none=True)
     return run
-
 
 def plain_pass(model, sequences, prompt_lens, device):
     """What a plain transformers loop does: right padding, full logits in fp32, log_softmax, gather."""
@@ -272,7 +256,6 @@ def plain_pass(model, sequences, prompt_lens, device):
         model.zero_grad(set_to_none=True)
     return run
 
-
 def head_memory(cases, device):
     """Extra memory of the chunked log-probs of 4,096 tokens x 151,936 ids, value and gradient of the hidden
     states."""
@@ -281,8 +264,7 @@ def head_memory(cases, device):
     weight = (torch.randn(151936, 1024, device=device) * 0.02).bfloat16()
     targets = torch.randint(0, 151936, (4096,), device=device)
     extra = peak_bytes(device, lambda: token_logp(hidden, weight, targets)[0].sum().backward())
-    show(cases, "head of 4,096 x 151,936, extra (peer: logits)", "MiB", extra / 2 ** 20, 4096 * 151936 / 2 ** 18)
-
+    show(cases, "head, 4,096 x 151,936, extra (peer: logits)", "MiB", extra / 2 ** 20, 4096 * 151936 / 2 ** 18)
 
 # ------------------------------------------------------------------------------------------------- whole step
 def bench_step(cfg, device, cases):
@@ -299,7 +281,6 @@ def bench_step(cfg, device, cases):
     a, b = statistics.median(ours), statistics.median(theirs)
     show(cases, "step, tiny, 4 prompts x 8 responses", "ms", 1e3 * a, 1e3 * b,
          statistics.median(y / x for x, y in zip(ours, theirs, strict=True)))
-
 
 def peer_steps(run, step_of_ours, count):
     """Runs GRPOTrainer for `count` steps; after each of its steps one of ours is timed -> (ours, theirs) in
@@ -338,7 +319,6 @@ def peer_steps(run, step_of_ours, count):
     trainer.train()
     return ours[2:], theirs[2:]         # two turns of warm-up
 
-
 # ---------------------------------------------------------------------------------------------------- scaling
 def bench_scaling(cfg, device, cases):
     """Seconds and peak memory of forward + backward against response length, K and width; tokens held at
@@ -358,7 +338,6 @@ def bench_scaling(cfg, device, cases):
             show(cases, f"{layers} x {hidden}: {count} x {length}, K {k}", "tok/s", count * length / seconds,
                  us_per_token=1e6 * seconds / len(batch.tokens), mib=peak_bytes(device, run) / 2 ** 20)
 
-
 def main(cfg):
     with cli.user_errors():
         device = distributed.pick_device(cfg.device)
@@ -372,7 +351,6 @@ def main(cfg):
         with open(cfg.json, "w", encoding="utf-8") as file:
             about = {"what": cfg.what, "device": device.type, "torch": torch.__version__}
             json.dump(about | {"cases": cases}, file, indent=2)
-
 
 if __name__ == "__main__":
     main(cli.parse(Config, __doc__))

@@ -15,7 +15,6 @@ import sys
 
 import tyro
 
-
 def parse(config_class, doc, argv=None):
     """Returns `config_class` filled from `argv` (default: sys.argv). Unknown or malformed options exit with
     status 2 and one line that names the option and the nearest one that exists."""
@@ -31,7 +30,6 @@ def parse(config_class, doc, argv=None):
         message = _first_paragraph(captured.getvalue()) + _suggestion(config_class, argv)
         fail(message + " (--help lists the options)")
 
-
 def _first_paragraph(boxed):
     """The message of tyro's boxed error, without the frame and the hints below it."""
     lines = []
@@ -41,7 +39,6 @@ def _first_paragraph(boxed):
             break
         lines.append(text)
     return " ".join(lines) or "the command line could not be read"
-
 
 def _suggestion(config_class, argv):
     """The nearest options that exist: by beginning, by initials (learning-rate: lr), by spelling."""
@@ -54,14 +51,12 @@ def _suggestion(config_class, argv):
             near += (close or difflib.get_close_matches(word, known, n=1))[:1]
     return f"; did you mean {', '.join('--' + k for k in near)}?" if near else ""
 
-
 def fail(message):
     """One line on stderr (once per machine under torchrun), exit status 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         script = os.path.basename(sys.argv[0]) or "nanorpp"
         print(f"{script}: error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
-
 
 @contextlib.contextmanager
 def user_errors():

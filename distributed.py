@@ -13,17 +13,13 @@ import sys
 import torch
 import torch.distributed as dist
 
-
 _timeout = datetime.timedelta(minutes=30)       # of the process group
-
 
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
-
 def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
-
 
 def pick_device(name="auto"):
     """'auto' is this process's CUDA device when there is one, else the CPU. ValueError for one that is not
@@ -42,13 +38,11 @@ def pick_device(name="auto"):
         raise ValueError(f"--device {name}: not supported; use auto, cpu, cuda or mps")
     return torch.device(name)
 
-
 def compute_dtype(name, device):
     """'auto' is bfloat16 on CUDA and float32 elsewhere; else the torch dtype of that name."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
-
 
 @contextlib.contextmanager
 def process_group(device, timeout_minutes):
@@ -66,7 +60,6 @@ def process_group(device, timeout_minutes):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-
 @contextlib.contextmanager
 def stage(name):
     """Around code with collectives: a failure (a time-out, a lost peer) says which stage of which step it
@@ -79,7 +72,6 @@ def stage(name):
             print(f"[rank {rank()}] failed in {name}: {reason}", file=sys.stderr, flush=True)
         raise
 
-
 def all_sum(values, device):
     """{name: number or 0-dim tensor} summed over ranks in one fp64 collective, on every rank -> {name:
     float}."""
@@ -89,14 +81,12 @@ def all_sum(values, device):
         dist.all_reduce(total)
     return dict(zip(values, total.tolist(), strict=True))
 
-
 def all_max(value, device):
     """The largest of every rank's number, as a float on every rank."""
     total = torch.as_tensor(value).to("cpu" if device.type == "mps" else device, torch.float32).clone()
     if dist.is_initialized():
         dist.all_reduce(total, op=dist.ReduceOp.MAX)
     return float(total)
-
 
 def gather_objects(obj):
     """List of every rank's object, in rank order, on every rank (pickle between our own processes only).
@@ -109,7 +99,6 @@ def gather_objects(obj):
     out = [None] * world_size()
     dist.all_gather_object(out, obj)
     return out
-
 
 def print0(*args, **kwargs):
     if os.environ.get("RANK", "0") == "0":          # also before the group exists

@@ -31,7 +31,6 @@ from sample import Sampler, Sampling
 
 CHUNK = 64          # prompts between two appends to responses.jsonl: what a kill can lose
 
-
 def pass_at_k(n, c, k):
     """Unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that k draws hold a right one, from c right of
     n (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n: fewer samples than draws say
@@ -40,10 +39,8 @@ def pass_at_k(n, c, k):
         raise ValueError(f"pass@{k} needs at least {k} samples and 0 <= right <= n; got {c} right of {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
-
 def powers_of_two(n):
     return [2 ** i for i in range(n.bit_length())]          # 1, 2, 4, ... <= n
-
 
 def summarize(records, samples, k_list=None):
     """The figures of one evaluation from its records ({row, sample, verdict, finish, length}), `samples` per
@@ -77,7 +74,6 @@ def summarize(records, samples, k_list=None):
         "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": samples,
         "per_prompt": per_prompt}
 
-
 def longest_prompt(source, rows, prompt_of, context):
     """Tokens of the longest prompt of `rows`. ValueError names one that leaves no room for a response."""
     longest, row = max((len(prompt_of(row)), row) for row in rows)
@@ -85,7 +81,6 @@ def longest_prompt(source, rows, prompt_of, context):
         raise ValueError(f"{source}: the prompt of row {row} has {longest} tokens and the model's context is "
                          f"{context}: no room for a response")
     return longest
-
 
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
              done=(), on_chunk=None):
@@ -114,10 +109,8 @@ def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling
             on_chunk(chunk)
     return sorted(records, key=_order)
 
-
 def _order(record):
     return record["row"], record["sample"]
-
 
 def subset_sha256(problems, rows):
     """SHA-256 over the materialized subset: one JSON line [row, question, label] per row, in order."""
@@ -126,7 +119,6 @@ def subset_sha256(problems, rows):
         line = json.dumps([row, problems[row].question, problems[row].label], ensure_ascii=False)
         digest.update(line.encode("utf-8") + b"\n")
     return digest.hexdigest()
-
 
 # ----------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
@@ -153,7 +145,6 @@ class Config:
     timeout_minutes: float = 60.0                     # how long a process waits for a slower one
     out: str = ""  # folder for responses.jsonl and summary.json (none: print only)
 
-
 def resume_records(folder, identity, samples):
     """Complete rows of an earlier, killed run of the same evaluation. ValueError when the folder holds
     something else."""
@@ -174,12 +165,10 @@ def resume_records(folder, identity, samples):
             rows.setdefault(record["row"], {})[record["sample"]] = record
     return [r for by_sample in rows.values() if len(by_sample) == samples for r in by_sample.values()]
 
-
 def write_json(path, value):
     tmp = path.with_suffix(".tmp")
     tmp.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(tmp, path)
-
 
 def write_records(path, records, mode="w"):
     target = path if mode == "a" else path.with_suffix(".tmp")
@@ -188,7 +177,6 @@ def write_records(path, records, mode="w"):
             file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
     if mode == "w":
         os.replace(target, path)
-
 
 def table(summary):
     keys = [k for k in summary if k.startswith("pass@") and "_" not in k]
@@ -203,7 +191,6 @@ def table(summary):
         f"grader errors {summary['errors']}   truncated {summary['truncation']:.1%}   "
         f"mean length {summary['mean_length']:.1f} tokens"])
 
-
 def check(cfg):
     """Every refusal that needs no file. ValueError names the option."""
     for name in ("samples", "max_new_tokens", "slots", "timeout_minutes", "reward_workers"):
@@ -214,7 +201,6 @@ def check(cfg):
     if any(not 1 <= k <= cfg.samples for k in cfg.k):
         raise ValueError(f"--k {' '.join(map(str, cfg.k))}: every k must lie between 1 and --samples "
                          f"{cfg.samples}")
-
 
 def main(cfg):
     with cli.user_errors():
@@ -259,7 +245,6 @@ def main(cfg):
         distributed.print0(f"{time.time() - started:.1f} s"
                            + (f", {len(done)} responses from before" if done else "")
                            + (f", results in {cfg.out}" if cfg.out else ""))
-
 
 if __name__ == "__main__":
     main(cli.parse(Config, __doc__))

@@ -28,7 +28,6 @@ from advantage import ALGORITHMS
 from loss import clipped_surrogate, kl_k1, kl_k2, response_mean
 from model import pack
 
-
 @dataclasses.dataclass
 class Batch:
     """This rank's share of a rollout, whole groups, in prompt order."""
@@ -43,7 +42,6 @@ class Batch:
     def micro_batches(self, rows, max_tokens):
         return data.micro_batches([len(p) for p in self.prompts], [len(r) for r in self.responses],
                                   self.group.tolist(), rows, max_tokens)
-
 
 def make_batch(prompts, records, device):
     """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group ->
@@ -62,7 +60,6 @@ def make_batch(prompts, records, device):
                  torch.tensor([r["reward"] for r in records], dtype=torch.float64),
                  mask.to(device), sampled.to(device))
 
-
 def forward(model, batch, rows, cfg, vocab_limit):
     """Log-probs and entropies [len(rows),T] of some rows of the batch: one packed pass of the (wrapped)
     model."""
@@ -74,10 +71,8 @@ def forward(model, batch, rows, cfg, vocab_limit):
     mask = batch.mask[rows]
     return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logp, entropy))
 
-
 def autocast(cfg, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
-
 
 @torch.no_grad()
 def batch_logp(model, batch, cfg, vocab_limit):
@@ -86,7 +81,6 @@ def batch_logp(model, batch, cfg, vocab_limit):
     for rows in batch.micro_batches(range(len(batch.responses)), cfg.max_tokens_per_device):
         out[rows] = forward(model, batch, rows, cfg, vocab_limit)[0]
     return out
-
 
 def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, total, cfg, vocab_limit):
     """Backward passes of one update: the gradient of the mean loss over `total` responses of all ranks,
@@ -132,7 +126,6 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
         sums["gap_max"] = torch.maximum(gap.max(), sums["gap_max"]) if "gap_max" in sums else gap.max()
     return sums
 
-
 def optimizer_step(model, optimizer, cfg):
     """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of
     the first non-finite gradient or None). A non-finite one skips the step (coefficient NaN) on all ranks
@@ -149,7 +142,6 @@ def optimizer_step(model, optimizer, cfg):
     norm = float(norm)
     return norm, float("nan") if bad else min(1.0, cfg.grad_clip / (norm + 1e-6)), bad
 
-
 def make_optimizer(model, cfg):
     groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": cfg.weight_decay},
               {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
@@ -157,7 +149,6 @@ def make_optimizer(model, cfg):
     if cfg.zero and distributed.world_size() > 1:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)
-
 
 def update_minibatches(step, count, cfg):
     """Global response indices of each update of a rollout: all of them, or seeded mini-batches in every

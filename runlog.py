@@ -26,7 +26,6 @@ import torch
 
 import distributed
 
-
 def strict(value):
     """JSON-ready: NaN and infinities become None, tensors and numpy scalars plain numbers."""
     if isinstance(value, dict):
@@ -37,7 +36,6 @@ def strict(value):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
-
 def write_json(path, value):
     """Whole or not at all: a kill between two bytes leaves the old file."""
     tmp = path.with_suffix(".tmp")
@@ -45,14 +43,12 @@ def write_json(path, value):
     tmp.write_text(text + "\n", encoding="utf-8")
     os.replace(tmp, path)
 
-
 def read_rows(path):
     """Rows of a JSONL file, one at a time; a last line cut by a kill is left out."""
     with open(path, "rb") if path.exists() else contextlib.nullcontext(()) as lines:
         for line in lines:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
-
 
 def check_folder(cfg, may_change):
     """The run folder, made when it is not there; refused (ValueError) when it holds a run and this is not a
@@ -81,7 +77,6 @@ def check_folder(cfg, may_change):
             f"--{k.replace('_', '-')} ({before.get(k)} -> {getattr(cfg, k)})" for k in changed))
     return folder
 
-
 def environment(device):
     """Where the run ran: commit (with + when files differ from it), versions, device, processes."""
     def git(*words):
@@ -97,7 +92,6 @@ def environment(device):
     return {"argv": sys.argv[1:], "commit": commit or None, "versions": versions,
             "device": f"{device.type} ({name})", "world_size": distributed.world_size(),
             "threads": torch.get_num_threads()}
-
 
 class RunLog:
     """Rank 0's files. `first_step` cuts rows that a dead run wrote after its last checkpoint."""
@@ -180,7 +174,6 @@ class RunLog:
             print(f"pass@1 gained  {final['pass@1'] - initial['pass@1']:+.4f}")
         print(f"{status}: {len(self.rows)} steps in {seconds:.1f} s; metrics, responses, curve and weights "
               f"are in {self.folder}" + (f"\n{message}" if message else ""))
-
 
 def plot_reward(rows, initial, final, path):
     """Reward per step (thin), its running mean over 5 steps (bold), and pass@1 before and after with

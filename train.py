@@ -13,7 +13,6 @@ Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the po
 response b.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -48,7 +47,6 @@ INTERRUPTED = 75        # exit status after SIGTERM, SIGINT or SIGUSR1: saved, r
 MAY_CHANGE = {"steps", "save_every", "keep", "out", "resume", "device", "timeout_minutes", "reward_workers",
               "reward_concurrency", "tensorboard", "slots", "max_tokens_per_device", "offload_ref", "zero",
               "activation_checkpointing", "max_skipped"}    # on --resume; the others would change the run
-
 
 # ---------------------------------------------------------------------------------------------- configuration
 @dataclasses.dataclass
@@ -91,7 +89,7 @@ class Config:
     eval_seed: int = 29                     # their noise, and the choice of rows
     # --- machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA where there is one
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on CUDA. Masters: fp32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on CUDA
     max_tokens_per_device: int = 4096       # of one micro-batch, a shared prompt counted once
     slots: int = 128                        # responses decoded at a time on each device
     activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, a third more time
@@ -106,48 +104,39 @@ class Config:
     max_skipped: int = 3                    # steps in a row with a non-finite gradient before the run stops
     tensorboard: bool = True                # also write TensorBoard events
 
-
 def resolve(cfg):
     """Defaults that depend on others, and every refusal that needs no file. ValueError names the option."""
     algo = ALGORITHMS[ALIASES.get(cfg.algo, cfg.algo)]
-    for name in ("steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "updates_per_rollout",
-                 "epochs", "max_tokens_per_device", "slots", "eval_rows", "eval_samples", "temperature", "lr",
-                 "grad_clip", "eps", "max_skipped", "timeout_minutes", "reward_workers",
-                 "reward_concurrency"):
-        if not 0 < getattr(cfg, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be positive")
-    for name, low, high in (("seed", 0, 2 ** 63), ("data_seed", 0, 2 ** 63), ("eval_seed", 0, 2 ** 63),
-                            ("beta1", 0, 1), ("beta2", 0, 1), ("weight_decay", 0, math.inf),
-                            ("keep", 0, math.inf), ("save_every", -1, math.inf)):
-        if not low <= getattr(cfg, name) < high:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {low}"
-                             + (f" and below {high}" if high < math.inf else ""))
-    if algo.grouped and cfg.samples_per_prompt < 2:
-        raise ValueError(f"--samples-per-prompt {cfg.samples_per_prompt}: {cfg.algo} centres on the group "
-                         f"mean and needs at least 2 (reinforce_pp works with 1)")
     responses = cfg.prompts_per_step * cfg.samples_per_prompt
-    if responses % cfg.updates_per_rollout:
-        raise ValueError(f"--updates-per-rollout {cfg.updates_per_rollout} does not divide the {responses} "
-                         f"responses of a rollout ({cfg.prompts_per_step} x {cfg.samples_per_prompt})")
-    if cfg.gamma is not None and algo.kl != "reward":
-        raise ValueError(f"--gamma: {cfg.algo} has no token rewards to discount (only reinforce_pp uses it)")
-    if cfg.gamma is not None and not 0 <= cfg.gamma <= 1:
-        raise ValueError(f"--gamma {cfg.gamma}: must lie in [0, 1]")
-    if cfg.no_kl and cfg.kl_coef is not None:
-        raise ValueError("--kl-coef and --no-kl contradict each other: give one of them")
-    if cfg.kl_coef is not None and not 0 < cfg.kl_coef < math.inf:
-        raise ValueError(f"--kl-coef {cfg.kl_coef}: must be positive; --no-kl trains without a reference")
-    if cfg.no_kl and cfg.offload_ref:
-        raise ValueError("--offload-ref: with --no-kl there is no reference model")
-    if not 0 < cfg.clip < 1:
-        raise ValueError(f"--clip {cfg.clip}: must lie between 0 and 1")
+    low = {"seed": 0, "data_seed": 0, "eval_seed": 0, "beta1": 0, "beta2": 0, "weight_decay": 0, "keep": 0,
+           "gamma": 0, "save_every": -1}            # the smallest allowed; every other number is positive
+    high = {"seed": 2 ** 63, "data_seed": 2 ** 63, "eval_seed": 2 ** 63, "beta1": 1, "beta2": 1, "clip": 1}
+    for name, x in dataclasses.asdict(cfg).items():
+        fits = (lambda x: low[name] <= x) if name in low else (lambda x: x > 0)
+        if type(x) in (int, float) and not (fits(x) and x < high.get(name, math.inf)):
+            raise ValueError(f"--{name.replace('_', '-')} {x}: must be "
+                             + (f"at least {low[name]}" if name in low else "positive")
+                             + (f" and below {high[name]}" if name in high else "")
+                             + ("; --no-kl trains without a reference" if name == "kl_coef" else ""))
+    for refused, message in (
+            (algo.grouped and cfg.samples_per_prompt < 2, f"--samples-per-prompt {cfg.samples_per_prompt}: "
+             f"{cfg.algo} centres on the group mean and needs at least 2 (reinforce_pp works with 1)"),
+            (responses % cfg.updates_per_rollout,
+             f"--updates-per-rollout {cfg.updates_per_rollout} does not divide the {responses} responses "
+             f"of a rollout ({cfg.prompts_per_step} x {cfg.samples_per_prompt})"),
+            (cfg.gamma is not None and algo.kl != "reward",
+             f"--gamma: {cfg.algo} has no token rewards to discount (only reinforce_pp uses it)"),
+            ((cfg.gamma or 0) > 1, f"--gamma {cfg.gamma}: must lie in [0, 1]"),
+            (cfg.no_kl and cfg.kl_coef is not None, "--kl-coef and --no-kl contradict each other: give one"),
+            (cfg.no_kl and cfg.offload_ref, "--offload-ref: with --no-kl there is no reference model")):
+        if refused:
+            raise ValueError(message)
     device = distributed.pick_device(cfg.device)
     return dataclasses.replace(
         cfg, algo=ALIASES.get(cfg.algo, cfg.algo), out=cfg.out or f"out/{cfg.algo}-seed{cfg.seed}",
         kl_coef=0.0 if cfg.no_kl else cfg.kl_coef or 0.01,
         gamma=(1.0 if cfg.gamma is None else cfg.gamma) if algo.kl == "reward" else None,
         dtype=str(distributed.compute_dtype(cfg.dtype, device)).removeprefix("torch.")), device
-
 
 # --------------------------------------------------------------------------------------- the stages of a step
 @dataclasses.dataclass
@@ -161,13 +150,13 @@ class Run:
     reference: torch.nn.Module | None
     optimizer: torch.optim.Optimizer | None
     sampler: Sampler
+    sampling: Sampling
     vocab_limit: int                        # ids from here on exist in the weights, not in the tokenizer
     tokenizer: object
     grader: reward.Grader
     problems: data.Problems
     tests: data.Problems | None
     prompt_of: Callable                     # row -> prompt ids
-
 
 def step_prompts(step, count, cfg):
     """(rows, keys) of one step's prompts. A row that comes twice in a step (an epoch border in a tiny data
@@ -178,7 +167,6 @@ def step_prompts(step, count, cfg):
         seen[row] += 1
     return rows, keys
 
-
 def rollout(run, step, prompts, keys):
     """This rank samples every world-th prompt, K responses each -> one record (dict) per response. The second
     key of a row stands for its samples K to 2K - 1."""
@@ -186,16 +174,11 @@ def rollout(run, step, prompts, keys):
     mine = range(distributed.rank(), len(prompts), distributed.world_size())
     run.sampler.refresh()
     responses = run.sampler.generate([prompts[g] for g in mine], [keys[g] for g in mine], k,
-                                     seed=run.cfg.seed, step=step, sampling=sampling_of(run.cfg))
+                                     seed=run.cfg.seed, step=step, sampling=run.sampling)
     group_of = {keys[g]: g for g in mine}
     return [{"group": group_of[r.row], "index": group_of[r.row] * k + r.sample, "row": r.row % count,
              "sample": r.row // count * k + r.sample, "tokens": r.tokens, "logps": r.logps,
              "finish": r.finish} for r in responses]
-
-
-def sampling_of(cfg):
-    return Sampling(temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens)
-
 
 def grade(run, records, rows):
     """Adds text, reward and verdict to each record."""
@@ -205,18 +188,15 @@ def grade(run, records, rows):
     for r, text, verdict in zip(records, texts, verdicts, strict=True):
         r.update(text=text, reward=verdict.reward, verdict=verdict.kind)
 
-
 def take_share(run, records, prompts):
-    """Every rank sees every record and takes whole groups, balanced by tokens -> (all records in order,
+    """Every rank sees every record and takes whole groups, balanced by tokens -> (records in order,
     Batch)."""
-    records = [r for part in distributed.gather_objects(records) for r in part]
-    records.sort(key=lambda r: r["index"])
+    records = sorted(sum(distributed.gather_objects(records), []), key=lambda r: r["index"])
     tokens = [len(p) for p in prompts]
     for r in records:
         tokens[r["group"]] += len(r["tokens"])
     share = set(data.split_groups(tokens, distributed.world_size())[distributed.rank()])
     return records, make_batch(prompts, [r for r in records if r["group"] in share], run.device)
-
 
 def reference_logp(run, batch):
     if run.reference is None:
@@ -225,7 +205,6 @@ def reference_logp(run, batch):
     if run.cfg.offload_ref:
         run.reference.to("cpu")
     return logp
-
 
 def update(run, step, batch, advantages, logp_old, logp_ref, responses):
     """All updates of this rollout -> (sums of this rank, [(grad norm, clip coefficient, bad gradient)])."""
@@ -239,7 +218,6 @@ def update(run, step, batch, advantages, logp_old, logp_ref, responses):
         sums.update(part)
         sums["gap_max"] = torch.stack(largest).amax() if largest else torch.zeros(())
     return sums, steps
-
 
 # ---------------------------------------------------------------------------------------------------- metrics
 class Clock:
@@ -255,7 +233,6 @@ class Clock:
         now = time.perf_counter()
         self.times[name], self.last = now - self.last, now
 
-
 def rollout_metrics(records, prompts, k):
     """What every rank can read off the gathered records (docs/metrics.md)."""
     rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)
@@ -269,7 +246,6 @@ def rollout_metrics(records, prompts, k):
             "response_len_max": max(lengths), "truncated": len(cut),
             "truncated_and_rewarded": sum(r["reward"] > 0 for r in cut), "fully_masked": lengths.count(0),
             "prompt_tokens": sum(map(len, prompts)), "response_tokens": sum(lengths)}
-
 
 def update_metrics(sums, steps, stats, tokens, cfg, device):
     """Sums of this rank -> means over all ranks; what does not apply to the algorithm is None."""
@@ -288,14 +264,12 @@ def update_metrics(sums, steps, stats, tokens, cfg, device):
     out |= {name: float(value) for name, value in stats.items()}
     return out | {"valid_tokens": int(out["valid_tokens"])}
 
-
 def peak_memory_gib(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2 ** 30
     import resource                         # not on Windows
     unit = 2 ** 20 if sys.platform == "linux" else 2 ** 30            # macOS counts bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
 
 # --------------------------------------------------------------------------------------------------- the loop
 def train_step(run, step):
@@ -336,22 +310,11 @@ def train_step(run, step):
                 "peak_mem_gib": distributed.all_max(peak_memory_gib(run.device), run.device)}
     return metrics, records, [name for *_, name in steps]
 
-
-@contextlib.contextmanager
-def caught_signals():
-    """A list of the SIGTERM, SIGINT and SIGUSR1 that arrive, instead of what they do elsewhere."""
-    caught, numbers = [], {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {n: signal.signal(n, lambda number, _frame: caught.append(number)) for n in numbers}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def loop(run, log, state, save, signals):
+def loop(run, log, state, save):
     """Steps until the budget, a signal or too many bad gradients -> (status of the run, message)."""
-    cfg = run.cfg
+    cfg, signals = run.cfg, []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda caught, _frame: signals.append(caught))
     for step in range(state["next_step"], cfg.steps):
         with distributed.stage(f"step {step}"):
             metrics, records, bad = train_step(run, step)
@@ -371,7 +334,6 @@ def loop(run, log, state, save, signals):
                 "there" if cfg.save_every >= 0 else "the start: --save-every -1")
     return "complete", None
 
-
 def score(run):
     """pass@k of the current weights on the frozen test rows, or None without test data."""
     cfg, tests = run.cfg, run.tests
@@ -380,10 +342,9 @@ def score(run):
     rows = data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed)
     run.sampler.refresh()
     records = evaluate.evaluate(run.sampler, run.tokenizer, tests, rows, run.grader, cfg.eval_samples,
-                                cfg.eval_seed, sampling_of(cfg), cfg.thinking)
+                                cfg.eval_seed, run.sampling, cfg.thinking)
     return evaluate.summarize(records, cfg.eval_samples) | {
         "seed": cfg.eval_seed, "subset_sha256": evaluate.subset_sha256(tests, rows)}
-
 
 def train(run, run_folder):
     """Resume, evaluate, loop, save, evaluate -> exit status."""
@@ -409,12 +370,12 @@ def train(run, run_folder):
 
     if state["next_step"] == 0:
         state["initial"] = score(run)
-    with caught_signals() as signals:
-        status, message = loop(run, log, state, save, signals)
+    status, message = loop(run, log, state, save)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)           # nothing is lost any more: the weights are saved
     final = score(run) if status == "complete" else None
     log.finish(status, state["initial"], final, before + log.seconds(), message)
     return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
-
 
 # ----------------------------------------------------------------------------------------------------- set-up
 def banner(cfg, config, device, folder, longest, problems):
@@ -429,7 +390,6 @@ def banner(cfg, config, device, folder, longest, problems):
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
         f"data {cfg.train_data}: {len(problems)} problems, {problems.converted} rationale labels converted, "
         f"longest prompt {longest} + {cfg.max_new_tokens} new of {config.max_position_embeddings} tokens")
-
 
 def build(cfg, device):
     """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
@@ -455,10 +415,10 @@ def build(cfg, device):
     if reference is not None and device.type == "cuda":
         reference.to(torch.bfloat16)
     sampler = Sampler(model, eos, vocab_limit, cfg.slots, getattr(torch, cfg.dtype))
+    sampling = Sampling(temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens)
     banner(cfg, config, device, folder, longest, problems)
-    return Run(cfg, device, folder, model, model, reference, None, sampler, vocab_limit, tokenizer, grader,
-               problems, tests, prompt_of)
-
+    return Run(cfg, device, folder, model, model, reference, None, sampler, sampling, vocab_limit, tokenizer,
+               grader, problems, tests, prompt_of)
 
 def main(cfg):
     with cli.user_errors():
@@ -470,7 +430,6 @@ def main(cfg):
         if distributed.world_size() > 1:
             run.learner = DistributedDataParallel(run.model)
         return train(run, run_folder)
-
 
 if __name__ == "__main__":
     sys.exit(main(cli.parse(Config, __doc__)))
