@@ -445,6 +445,7 @@ def test_kill_before_every_operation_of_a_save(tmp_path, step, outcomes):
         named = (run / "latest").read_text().strip()
         assert named == newest.name or (named, newest.name) == ("step_000020", "step_000030")
         assert not [n for n in names(run) if n.startswith(".")]         # no leftovers
+        assert all(verify(folder) == [] for folder in run.glob("step_*"))
     assert seen == sorted(seen) and set(seen) == set(outcomes) and len(seen) > 20
     assert names(run) == ["latest", f"step_{step:06d}"]
 
