@@ -331,10 +331,11 @@ def test_prompts_pair_by_row_and_seed(tmp_path):
 
 def test_means_inside_a_run_come_first_and_steps_pair(tmp_path):
     """Two arms that share some seeds: means over the last 10 steps of each run, pairs over common seeds."""
-    rewards = {}
+    rewards, truncated = {}, {}
     for algo, seed in (("grpo", 1), ("grpo", 2), ("grpo", 3), ("reinforce_pp", 2), ("reinforce_pp", 3)):
         rows = [metrics_row(random.Random(f"{algo}{seed}{step}"), algo, step) for step in range(STEPS)]
         rewards[algo, seed] = [row["reward"] for row in rows]
+        truncated[algo, seed] = sum(row["truncated"] for row in rows) / 32 / STEPS    # 32 responses a step
         make_run(tmp_path / f"{algo}{seed}", algo, seed, rows=rows)
     data = data_of(sorted(tmp_path.iterdir()))
     by = {(r["algo"], r["part"], r["metric"]): r for r in data.aggregate()}
@@ -343,6 +344,8 @@ def test_means_inside_a_run_come_first_and_steps_pair(tmp_path):
     sd = math.sqrt(sum((m - sum(means) / 3) ** 2 for m in means) / 2)
     assert by["grpo", "last10", "reward"]["sd"] == pytest.approx(sd)
     assert by["grpo", "last10", "reward"]["n"] == 3
+    rate = sum(truncated["grpo", s] for s in (1, 2, 3)) / 3
+    assert by["grpo", "all", "truncation"]["mean"] == pytest.approx(rate)
     for part, first in (("all", 0), ("last10", 3)):
         wanted = f"reinforce_pp {part}", "reward"
         row = next(row for row in data.differences() if (row["new"], row["metric"]) == wanted)
@@ -491,11 +494,11 @@ def test_errors_stay_in_the_denominator_beside_the_score(tmp_path, no_figures):
 
 def test_truncation_stands_in_the_table_of_the_score(tmp_path, no_figures):
     """8 responses, 3 at the cap, 1 of these right: it counts as right, and 0.375 stands beside the score."""
-    final = evaluation(random.Random(0), 0, counts=[[row, 2, c] for row, c in enumerate((2, 1, 0, 0))],
-                       samples=2, truncation=0.375, wrong=5, unparsed=0)
+    final = evaluation(random.Random(0), 0, counts=[[row, 2, c] for row, c in enumerate((2, 1, 1, 0))],
+                       samples=2, truncation=0.375, wrong=4, unparsed=0)
     text = text_of(make_run(tmp_path / "run", initial=final, final=final))
     row = next(line for line in text.split("\n") if line.startswith("| GRPO, final | 42 |"))
-    assert "| 0.3750 |" in row and f"| {final['decoding_noise']:.4f} |" in row
+    assert "| 4 × 2 | 0.5000 |" in row and "| 0.3750 |" in row and f"| {final['decoding_noise']:.4f} |" in row
     assert "More than 0.3 of the responses are truncated" in text and "GRPO, final 0.3750" in text
 
 
