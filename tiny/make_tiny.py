@@ -6,8 +6,8 @@
     python tiny/make_tiny.py              # all three
 
 Data and tokenizer are a pure function of the seeds below; the weights depend on the torch build as well.
-The demonstrations that the model imitates hold slips on purpose (`SLIP`), as human text does, so that reinforcement
-learning has something to remove; train.jsonl and test.jsonl hold none, and no demonstration shares a test problem.
+Supervised learning stops early on purpose: the model knows the form, and still miscalculates and misplans when it
+samples, which is what reinforcement learning can work on. No demonstration shares a problem with the test set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB = 512  # rows of the embedding; like Qwen3's they are a few more than the ids of the tokenizer
 TOKENIZER_VOCAB = 509
 CONTEXT = 512   # max_position_embeddings
-HASTY = 0.3     # share of demonstrations that guess the answer without any working
-SLIP = 0.1      # chance that a step of the others is wrong
 
 # --- problems --------------------------------------------------------------------------------------------------------
 
@@ -106,27 +104,16 @@ class Problem(NamedTuple):
     numbers: dict
 
 
-def work(steps, numbers, slip=0.0, rng=None):
-    """Carry out `steps` on `numbers`; returns (lines of working, answer), or None where a value leaves 0..400.
-
-    With chance `slip` a step takes a wrong operation or operand, or is off in its result; what follows builds on it,
-    as a person's mistake would.
-    """
+def work(steps, numbers):
+    """Carry out `steps` on `numbers`; returns (lines of working, answer), or None where a value is no whole number in
+    0..400."""
     known, lines, value = dict(numbers), [], 0
     for sentence, step in steps:
         target, left, op, right = re.fullmatch(r"(\w)=(\w|\d+)([-+*/])(\w|\d+)", step).groups()
-        a, b, off = known[left], known[right], 0
-        if rng and rng.random() < slip:
-            mistake = rng.choice(("operation", "operand", "result", "result"))
-            if mistake == "operation":
-                op = rng.choice([o for o in "+-*" if o != op])
-            elif mistake == "operand":
-                b = rng.choice(sorted(known.values()))
-            else:
-                off = rng.choice((-10, -2, -1, 1, 2, 10))
-        if op == "/" and (b == 0 or (not rng and a % b)):
+        a, b = known[left], known[right]
+        if op == "/" and (b == 0 or a % b):
             return None
-        value = MAKES[op](a, b) + off
+        value = MAKES[op](a, b)
         if not 0 <= value <= 400:
             return None
         known[target] = value
@@ -161,18 +148,10 @@ def split(name):
     return list(rows.values())
 
 
-def answer(problem, slip=0.0, rng=None):
-    """The worked answer in GSM8K's form: lines of working, then "#### n"; retried until a slip stays in range."""
-    while not (done := work(problem.steps, problem.numbers, slip, rng)):
-        pass
-    return "\n".join([*done[0], f"#### {done[1]}"])
-
-
-def demonstration(problem, rng):
-    """What an imperfect person writes: now and then just a guess, else the working with slips in some steps."""
-    if rng.random() < HASTY:
-        return answer(problem, 0.5, rng).split("\n")[-1]
-    return answer(problem, SLIP, rng)
+def answer(problem):
+    """The worked answer in GSM8K's form: lines of working, then "#### n"."""
+    lines, value = work(problem.steps, problem.numbers)
+    return "\n".join([*lines, f"#### {value}"])
 
 
 def make_data():
@@ -233,31 +212,22 @@ GEOMETRY = dict(
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=48, hidden_act="silu",
     max_position_embeddings=CONTEXT, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False,
     attention_dropout=0.0, tie_word_embeddings=True, use_sliding_window=False, initializer_range=0.02)
-CLEAN, IMPERFECT, BATCH = 1000, 300, 64      # optimizer steps without and with slips, demonstrations in each
-LR_CLEAN, LR_IMPERFECT = 3e-3, 1e-3
+STEPS, BATCH, LR = 800, 64, 3e-3             # optimizer steps, demonstrations in each, learning rate after warm-up
 
 
-def demonstrations(tokenizer, rng, imperfect):
+def demonstrations(tokenizer, rng):
     """BATCH prompts and replies (id lists) of fresh problems, none with the kind and numbers of a test problem."""
     banned, prompts, replies = {p.key for p in split("test")}, [], []
     while len(prompts) < BATCH:
         problem = draw(rng)
         if problem.key not in banned:
-            reply = demonstration(problem, rng) if imperfect else answer(problem)
             prompts.append(tokenizer.encode(chat(problem.question)).ids)
-            replies.append(tokenizer.encode(reply + "<|im_end|>").ids)
+            replies.append(tokenizer.encode(answer(problem) + "<|im_end|>").ids)
     return prompts, replies
 
 
-def learning_rate(step):
-    """Warm-up and constant for the clean part, then linear to 0 for the imperfect part."""
-    if step < CLEAN:
-        return LR_CLEAN * min(1, (step + 1) / 50)
-    return LR_IMPERFECT * (1 - (step - CLEAN) / IMPERFECT)
-
-
 def make_model():
-    """Supervised learning: first the working as it should be, then a short while as imperfect people write it."""
+    """Supervised learning on fresh demonstrations, stopped where the model answers about half of the problems."""
     import torch
     from tokenizers import Tokenizer
 
@@ -274,14 +244,14 @@ def make_model():
     groups = [dict(params=[p for p in model.parameters() if (p.ndim > 1) == matrix], weight_decay=0.1 * matrix)
               for matrix in (True, False)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    for step in range(CLEAN + IMPERFECT):
-        prompts, replies = demonstrations(tokenizer, rng, imperfect=step >= CLEAN)
+    for step in range(STEPS):
+        prompts, replies = demonstrations(tokenizer, rng)
         logp, _ = model(pack(prompts, range(BATCH), replies), vocab_limit=tokenizer.get_vocab_size())
         loss = -logp.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = LR * min(1, (step + 1) / 50)
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 50 == 0:
