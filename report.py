@@ -61,14 +61,12 @@ FIGURES = {  # file: {metric: axis label with its unit}
 STYLE = {"svg.hashsalt": "nanorpp", "font.size": 11, "legend.frameon": False, "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "axes.axisbelow": True}
 
-
 @dataclasses.dataclass
 class Config:
     paths: tuple[str, ...]  # run folders, folders of runs, or a folder of CSV files; or: check RUN...
     out: str = ""  # folder for the report; its files of the same names are replaced
     check: bool = False  # compare the report in the one folder given with what its CSV files generate
     no_checkpoints: bool = False  # accept runs whose checkpoints were deleted (the report says so)
-
 
 # ---- acceptance: one rule for `check` and for every report
 def parse_json(raw, where):
@@ -77,10 +75,8 @@ def parse_json(raw, where):
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where}: not a strict JSON object ({error})") from None
 
-
 def finite(value):
     return type(value) in (int, float) and abs(value) < 1e300       # False for NaN, infinities and booleans
-
 
 def judge(folder, checkpoints=True):
     """-> (rows of the base tables, None) of an accepted run, ({}, reason) of a rejected one. Never raises."""
@@ -92,7 +88,6 @@ def judge(folder, checkpoints=True):
         return {}, str(error)
     except (OSError, LookupError, TypeError, AttributeError) as error:      # a field of the wrong type
         return {}, f"malformed: {type(error).__name__} {clean(str(error))}"
-
 
 def accept(folder, checkpoints):
     """One finished run -> rows of the base tables. ValueError, FileNotFoundError: the reason of a rejection.
@@ -121,7 +116,6 @@ def accept(folder, checkpoints):
         "options": json.dumps({k: clean(v) for k, v in config.items()}, sort_keys=True)}]
     return tables
 
-
 def check_steps(raw, config):
     """metrics.jsonl -> one dict per step with the names of METRICS. Lines are JSON; no text is searched."""
     lines = raw.decode("utf-8", errors="replace").split("\n")
@@ -137,7 +131,6 @@ def check_steps(raw, config):
         if not finite(row.get(name)) and not (name in may_be_null and row.get(name) is None):
             raise ValueError(f"metrics.jsonl: step {row['step']}: {name} is {json.dumps(row.get(name))[:40]}")
     return [{name: row.get(name) for name in METRICS} for row in rows]
-
 
 def check_evaluation(given, where):
     """EVAL of summary.json -> (row of evaluations.csv, sorted [row, n, c]). All responses count: verdicts,
@@ -157,7 +150,6 @@ def check_evaluation(given, where):
         raise ValueError(f"{where}: pass@1 {given['pass@1']} is not the mean of c / n in per_prompt")
     return {k: given.get(k) for k in (*names, "decoding_noise", "subset_sha256")}, counts
 
-
 def check_checkpoint(folder, steps):
     """`latest` names the last step and its files are whole (checkpoint.py) -> SHA-256 of the weights."""
     from checkpoint import verify
@@ -168,7 +160,6 @@ def check_checkpoint(folder, steps):
     manifest = json.loads((folder / latest / "manifest.json").read_bytes())
     return manifest["files"]["model.safetensors"]["sha256"]
 
-
 # ---- base tables as CSV text: from runs, or from the files of an earlier report
 def clean(value):
     """Without what names a machine or a person: of a path the last component stays, of a URL nothing."""
@@ -176,13 +167,11 @@ def clean(value):
         return "URL" if isinstance(value, str) else value
     return re.sub(r"[^=,]*[/\\]", "", re.sub(r"[/\\]+(?=$|[=,])", "", value))
 
-
 def run_folders(path):
     """The runs right below a folder, or the folder itself: a run, or to be rejected for what it lacks."""
     below = {p.parent for name in ("config.json", "metrics.jsonl") for p in path.glob(f"*/{name}")}
     below = sorted(p for p in below if not (p / "model.safetensors").exists())
     return [path] if (path / "metrics.jsonl").exists() else below or [path]
-
 
 def tables_from_runs(folders, checkpoints):
     """Run folders -> {base table: CSV text}. Rejected runs are in table `rejected` and nowhere else."""
@@ -196,7 +185,6 @@ def tables_from_runs(folders, checkpoints):
         raise ValueError("no run is accepted; " + "; ".join(" ".join(r.values()) for r in rows["rejected"]))
     return {name: to_csv(name, rows[name]) for name in rows}
 
-
 def to_csv(name, rows, digits=None):
     """Floats as shortest exact text, or with `digits` significant ones (sums can differ in the last bit)."""
     names, out = TABLES[name].split(), io.StringIO()
@@ -208,7 +196,6 @@ def to_csv(name, rows, digits=None):
         cells = (row.get(name) for name in names)
         writer.writerow([f"{x:.{digits}g}" if digits and type(x) is float else x for x in cells])
     return out.getvalue()
-
 
 def from_csv(name, text):
     """CSV text -> rows by algorithm and seed; '' is None. ValueError names line and column of a bad cell."""
@@ -224,7 +211,6 @@ def from_csv(name, text):
     order = {algo: i for i, algo in enumerate(ALGOS)}
     return sorted(rows, key=lambda row: (order[row["algo"]], row["seed"]) if "algo" in row else ())
 
-
 # ---- statistics
 def spread(values):
     """-> n, mean, sample sd (ddof 1) and 95 % t interval of the mean, mean -+ t(0.975, n - 1) sd / sqrt(n);
@@ -237,7 +223,6 @@ def spread(values):
     half = float(t.ppf(0.975, n - 1)) * sd / n ** 0.5
     return n, mean, sd, mean - half, mean + half
 
-
 def bootstrap(differences, seed=0, resamples=10_000):
     """95 % percentile interval of the mean over prompts, drawn with replacement (Efron and Tibshirani 1993).
     differences[p] is one prompt's difference, already averaged over the training seeds, which stay fixed."""
@@ -245,7 +230,6 @@ def bootstrap(differences, seed=0, resamples=10_000):
     rng, values = np.random.default_rng(seed), np.asarray(differences, dtype=np.float64)
     means = values[rng.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
     return np.percentile(means, [2.5, 97.5]).tolist()
-
 
 class Data:
     """The base tables, indexed. per_run[algo, seed, part] = {metric: mean inside the run}; part: 'last10',
@@ -332,11 +316,9 @@ class Data:
                 values.setdefault(prompt, []).append(a - b)
         return [statistics.fmean(differences) for differences in values.values()]
 
-
 def with_verdict(row, method, n, mean, sd, low, high):
     row = row | {"method": method, "n": n, "mean": mean, "sd": sd, "low": low, "high": high}
     return row | {"verdict": "differs" if n > 1 and not low <= 0 <= high else "not resolved at this n"}
-
 
 # ---- figures, pages, files
 def draw_curves(axes, data, metric, unit):
@@ -352,7 +334,6 @@ def draw_curves(axes, data, metric, unit):
             axes.plot(mean, color=colour, linewidth=2.2, label=f"{label} (n = {len(curves)})")
             axes.fill_between(range(len(mean)), mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
 
-
 def draw_evaluation(axes, data):
     """Dot: one run; bar: mean over runs; whisker: mean -+ sample sd. Hollow: before training."""
     metrics = [*data.passes, "truncation"]
@@ -366,7 +347,6 @@ def draw_evaluation(axes, data):
         axes.errorbar(at + 0.04, mean, sd, fmt="_", color=colour, markersize=9, markeredgewidth=2, capsize=3)
     axes.set(xticks=range(len(metrics)), xticklabels=metrics, ylabel="fraction of responses or prompts")
 
-
 def figures(data):
     """-> {file: SVG text}; no date, no version and fixed ids, so that equal data give equal text."""
     import matplotlib
@@ -379,24 +359,20 @@ def figures(data):
             for i, (metric, unit) in enumerate(panels[name].items(), 1):
                 axes = figure.add_subplot(1, len(panels[name]), i)
                 draw_curves(axes, data, metric, unit) if metric else draw_evaluation(axes, data)
-            shown = figure.axes[0].get_legend_handles_labels()[0]
-            figure.legend(handles=shown, loc="outside upper left", ncols=3)
+            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
             figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
             out[f"{name}.svg"] = text.getvalue()
     return out
 
-
 def escape(value):
     """Text of runs for Markdown and HTML alike: what either reads as markup becomes character references."""
     return re.sub(r"[^\w .,:;=+/@%()±²-]|__+", lambda m: "".join(f"&#{ord(c)};" for c in m[0]), str(value))
-
 
 def number(value, metric="", sign=""):
     """1 decimal for lengths, counts, rates and times, 6 for losses and k2, 4 for all others; n/a for None."""
     digits = 1 if re.match("mean_len|response_|t_|peak|unp|err", metric) else 4
     digits = 6 if re.match("pg_|kl|ref_k2|ret", metric) else digits
     return "n/a" if value is None else re.sub(r"^[-+](0\.0*)$", r"\1", f"{value:{sign}.{digits}f}")
-
 
 def build(texts):
     """{base table: CSV text} -> {file: bytes} of a report; depends on its argument and on versions only."""
@@ -421,7 +397,6 @@ def build(texts):
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     manifest = json.dumps({"matplotlib": matplotlib.__version__, "files": digests}, indent=1)
     return files | {"manifest.json": manifest.encode() + b"\n"}
-
 
 def main(cfg):
     """Exit status: 0, or 1 for a rejected run (check) or a file that differs (--check)."""
@@ -449,7 +424,6 @@ def main(cfg):
         (out / name).write_bytes(content)
     print(f"{len(files)} files in {out}; open report.html")
     return 0
-
 
 if __name__ == "__main__":
     with cli.user_errors():
