@@ -7,8 +7,10 @@ sums.
 
 import contextlib
 import datetime
+import gc
 import os
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,9 @@ def compute_dtype(name, device):
 @contextlib.contextmanager
 def process_group(device, timeout_minutes):
     """Joins torchrun's process group, if this process is part of one, and leaves it at the end. A collective
-    that waits longer than the time-out ends the job; `stage` tells the log which step it was."""
+    that waits longer than the time-out ends the job; `stage` tells the log which step it was. A DDP module
+    holds the group and can hang the process as it exits: drop it before. A failing process ends at once,
+    without destructors, so that its peers see it go."""
     global _timeout
     _timeout = datetime.timedelta(minutes=timeout_minutes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -56,9 +60,15 @@ def process_group(device, timeout_minutes):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout)
     try:
         yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except BaseException:
+        if not dist.is_initialized():
+            raise
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
 
 @contextlib.contextmanager
 def stage(name):

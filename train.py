@@ -429,7 +429,9 @@ def main(cfg):
         run.optimizer = make_optimizer(run.model, cfg)
         if distributed.world_size() > 1:
             run.learner = DistributedDataParallel(run.model)
-        return train(run, run_folder)
+        status = train(run, run_folder)
+        run.learner = None                  # see distributed.process_group
+    return status
 
 if __name__ == "__main__":
     sys.exit(main(cli.parse(Config, __doc__)))
