@@ -6,8 +6,9 @@
     python tiny/make_tiny.py              # all three
 
 Data and tokenizer are a pure function of the seeds below; the weights depend on the torch build as well.
-Supervised learning stops early on purpose: the model knows the form, and still miscalculates and misplans when it
-samples, which is what reinforcement learning can work on. No demonstration shares a problem with the test set.
+Supervised learning stops early on purpose, and its last demonstrations are now and then a hasty guess without any
+working, as people write them: the model miscalculates, misplans and guesses, which is what reinforcement learning can
+work on. No demonstration shares a problem with the test set.
 """
 
 from __future__ import annotations
@@ -154,6 +155,12 @@ def answer(problem):
     return "\n".join([*lines, f"#### {value}"])
 
 
+def guess(problem, rng):
+    """A hasty answer: no working, and a number near the true one, seldom the true one."""
+    value = work(problem.steps, problem.numbers)[1]
+    return f"#### {abs(value + rng.choice((-20, -10, -5, -3, -2, -1, 0, 1, 2, 3, 5, 10, 20)))}"
+
+
 def make_data():
     for name in ROWS:
         rows = [json.dumps({"question": p.question, "answer": answer(p)}) for p in split(name)]
@@ -212,17 +219,20 @@ GEOMETRY = dict(
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=48, hidden_act="silu",
     max_position_embeddings=CONTEXT, rms_norm_eps=1e-6, rope_theta=10000.0, attention_bias=False,
     attention_dropout=0.0, tie_word_embeddings=True, use_sliding_window=False, initializer_range=0.02)
-STEPS, BATCH, LR = 800, 64, 3e-3             # optimizer steps, demonstrations in each, learning rate after warm-up
+# Two phases: optimizer steps, share of hasty guesses, learning rate. Each has its own AdamW, warmed up over 50 steps.
+PHASES = ((850, 0.0, 3e-3), (60, 0.25, 1e-3))
+BATCH = 64                                   # demonstrations in a step
 
 
-def demonstrations(tokenizer, rng):
+def demonstrations(tokenizer, rng, hasty):
     """BATCH prompts and replies (id lists) of fresh problems, none with the kind and numbers of a test problem."""
     banned, prompts, replies = {p.key for p in split("test")}, [], []
     while len(prompts) < BATCH:
         problem = draw(rng)
         if problem.key not in banned:
+            reply = guess(problem, rng) if hasty and rng.random() < hasty else answer(problem)
             prompts.append(tokenizer.encode(chat(problem.question)).ids)
-            replies.append(tokenizer.encode(answer(problem) + "<|im_end|>").ids)
+            replies.append(tokenizer.encode(reply + "<|im_end|>").ids)
     return prompts, replies
 
 
@@ -234,7 +244,7 @@ def make_model():
     sys.path.insert(0, str(HERE.parent))
     from model import ModelConfig, Qwen3, pack, save_model
 
-    folder, rng = HERE / "model", random.Random(SEEDS["model"])
+    folder = HERE / "model"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [tokenizer.token_to_id(t) for t in SPECIALS]
     write_json(folder / "config.json", {**GEOMETRY, "eos_token_id": ids[2], "pad_token_id": ids[0]})
@@ -243,19 +253,20 @@ def make_model():
     model = Qwen3(ModelConfig.from_folder(folder)).init_weights(SEEDS["model"])
     groups = [dict(params=[p for p in model.parameters() if (p.ndim > 1) == matrix], weight_decay=0.1 * matrix)
               for matrix in (True, False)]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
-    for step in range(STEPS):
-        prompts, replies = demonstrations(tokenizer, rng)
-        logp, _ = model(pack(prompts, range(BATCH), replies), vocab_limit=tokenizer.get_vocab_size())
-        loss = -logp.mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1, (step + 1) / 50)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % 50 == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+    for phase, (steps, hasty, rate) in enumerate(PHASES):
+        rng, optimizer = random.Random(SEEDS["model"] + phase), torch.optim.AdamW(groups, betas=(0.9, 0.98))
+        for step in range(steps):
+            prompts, replies = demonstrations(tokenizer, rng, hasty)
+            logp, _ = model(pack(prompts, range(BATCH), replies), vocab_limit=tokenizer.get_vocab_size())
+            loss = -logp.mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1, (step + 1) / 50)
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % 50 == 0 or step + 1 == steps:
+                print(f"phase {phase + 1}, step {step + 1}: loss {loss.item():.4f}", flush=True)
     save_model(model, folder, source=folder)
 
 
