@@ -1,5 +1,5 @@
 """Losses, their gradients and their reduction against references that share no code. The name of a test
-begins with the function it is about: surrogate_, k1_, k2_, k3_, mean_ (response_mean), total_ (all of them).
+begins with the function it is about: surrogate_, k1_, k2_, k3_ (all: kinds_), mean_, total_ (everything).
 """
 
 import math
@@ -228,14 +228,14 @@ def test_k3_of_a_huge_log_ratio_is_finite(dtype, d):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_k1_k2_k3_show_a_nan_on_a_valid_token(kind):
+def test_kinds_show_a_nan_on_a_valid_token(kind):
     out = KINDS[kind](torch.tensor([[math.nan, -0.5]]), torch.tensor([[-0.5, -1.0]]), torch.ones(1, 2))
     assert torch.isnan(out).tolist() == [[True, False]] and out[0, 1].item() == pytest.approx(
         ref.kl(kind, -0.5, -1.0)[0], abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_k1_k2_k3_gradient_flows_into_the_policy_only(catalogue, kind):
+def test_kinds_gradient_flows_into_the_policy_only(catalogue, kind):
     logp, logp_ref, _, mask = (t.requires_grad_() if t.is_floating_point() else t for t in catalogue)
     KINDS[kind](logp, logp_ref, mask).sum().backward()
     assert logp.grad[mask].all() and not logp.grad[~mask].any() and logp_ref.grad is None
