@@ -1,5 +1,4 @@
-"""The learner: a rank's share of a rollout, its micro-batches, and one update that does not depend on the
-cut.
+"""The learner: a rank's share of a rollout, its micro-batches, and updates that do not depend on the cut.
 
     batch = make_batch(prompts, records, device)
     logp = batch_logp(model, batch, cfg, vocab_limit)   # no gradient: reference and old log-probs
@@ -9,8 +8,7 @@ cut.
 Micro-batches hold up to `max_tokens_per_device` tokens without padding, a prompt shared by K responses once.
 The loss is a mean over the responses of all ranks (`total`), so its gradient is the same for every budget,
 order and number of ranks. Gradients synchronize once per update. `learner` is the DDP-wrapped `model` under
-torchrun, else the same. Shapes: B responses of this rank, T response positions; mask[b,t] = 1 iff the policy
-sampled token t of response b.
+torchrun, else the same. Shapes: B responses of this rank, T positions; mask[b,t] = 1 iff the policy sampled it.
 """
 
 import contextlib
@@ -44,25 +42,20 @@ class Batch:
                                   self.group.tolist(), rows, max_tokens)
 
 def make_batch(prompts, records, device):
-    """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group ->
-    Batch."""
+    """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group."""
     groups = sorted({r["group"] for r in records})
-    local = {g: i for i, g in enumerate(groups)}
     lengths = torch.tensor([len(r["tokens"]) for r in records], dtype=torch.int64)
-    width = int(lengths.max()) if len(records) else 1
-    mask = torch.arange(width)[None, :] < lengths[:, None]
+    mask = torch.arange(max(lengths.tolist(), default=1)) < lengths[:, None]
     sampled = torch.zeros(mask.shape)
-    if len(records):
-        sampled[mask] = torch.tensor([x for r in records for x in r["logps"]])
-    group = torch.tensor([local[r["group"]] for r in records], dtype=torch.int64)
-    return Batch([prompts[g] for g in groups], group,
+    sampled[mask] = torch.tensor([x for r in records for x in r["logps"]])
+    return Batch([prompts[g] for g in groups],
+                 torch.tensor([groups.index(r["group"]) for r in records], dtype=torch.int64),
                  [r["tokens"] for r in records], [r["index"] for r in records],
                  torch.tensor([r["reward"] for r in records], dtype=torch.float64),
                  mask.to(device), sampled.to(device))
 
 def forward(model, batch, rows, cfg, vocab_limit):
-    """Log-probs and entropies [len(rows),T] of some rows of the batch: one packed pass of the (wrapped)
-    model."""
+    """Log-probs and entropies [len(rows),T] of some rows: one packed pass of the (wrapped) model."""
     used = sorted({int(batch.group[b]) for b in rows})
     packed = pack([batch.prompts[g] for g in used], [used.index(int(batch.group[b])) for b in rows],
                   [batch.responses[b] for b in rows]).to(batch.mask.device)
@@ -151,8 +144,7 @@ def make_optimizer(model, cfg):
     return torch.optim.AdamW(groups, **options)
 
 def update_minibatches(step, count, cfg):
-    """Global response indices of each update of a rollout: all of them, or seeded mini-batches in every
-    epoch."""
+    """Global response indices of each update of a rollout: all of them, or seeded mini-batches every epoch."""
     for epoch in range(cfg.epochs):
         if cfg.updates_per_rollout == 1:
             yield set(range(count))
