@@ -393,7 +393,8 @@ def banner(cfg, config, device, folder, longest, problems):
 
 def build(cfg, device):
     """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
-    keys = cfg.question_key, cfg.answer_key, reward.read_label
+    read = reward.read_label if cfg.reward == "math" else reward.read_text      # an own function, its own labels
+    keys = cfg.question_key, cfg.answer_key, read
     problems = data.load_problems(cfg.train_data, *keys, split="train")
     tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else None
     folder = local_folder(cfg.model)
