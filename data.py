@@ -86,7 +86,7 @@ def load_problems(source, question_key="question", answer_key="answer",
     hashes = np.fromiter(map(hash, problems.questions), np.int64, len(problems))    # no second table of texts
     order = hashes.argsort(kind="stable")
     same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-    pairs = sorted((b, a) for a, b in zip(order[same].tolist(), order[same + 1].tolist())
+    pairs = sorted((b, a) for a, b in zip(order[same].tolist(), order[same + 1].tolist(), strict=True)
                    if problems.questions[a] == problems.questions[b])
     problems.duplicates, problems.duplicate_rows = len(pairs), pairs[:5]
     return problems
@@ -112,8 +112,8 @@ _SHARD = re.compile(r"(.*?)(\d+)(-of-)(\d+)(\..*)")         # train-00000-of-000
 
 
 def _files(path, split):
-    """The files to read, in order. Of a folder those of `split`, of the highest level, and where several
-    folders (hub configurations) are on it, those of 'main' or 'default'."""
+    """The files to read, in order. Of a folder those of `split` and, where several folders (hub
+    configurations) hold some, those of 'main' or 'default'."""
     if path.is_file():
         if path.suffix not in _READERS:
             raise ValueError(f"{path}: reads {', '.join(_READERS)} files")
@@ -125,7 +125,6 @@ def _files(path, split):
     if splits and (split not in splits if split else len(splits) > 1):
         raise ValueError(f"{path}: split {split!r}; there are {', '.join(splits)}")
     files = [p for p, s in split_of.items() if not splits or s == (split or splits[0])]
-    files = [p for p in files if len(p.parts) == min(len(q.parts) for q in files)]
     folders = {p.parent.name: p.parent for p in files}
     chosen = folders.get("main", folders.get("default")) if len(folders) > 1 else None
     files = [p for p in files if chosen in (None, p.parent)]
@@ -166,18 +165,16 @@ def _jsonl_rows(path, *keys):
 
 
 def _parquet_rows(path, *keys):
+    import pyarrow
+    import pyarrow.parquet
     number = 0
     try:
-        import pyarrow
-        import pyarrow.parquet
         with pyarrow.parquet.ParquetFile(path) as file:
             _check_columns(path, keys, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=4096, columns=list(keys)):
                 for values in zip(*(batch.column(key).to_pylist() for key in keys), strict=True):
                     number += 1
                     yield f"{path} row {number}", *values
-    except ImportError:
-        raise ValueError(f"{path}: parquet needs pyarrow (pip install pyarrow)") from None
     except (pyarrow.ArrowException, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} after row {number}: not readable as parquet ({error})") from None
 

@@ -26,7 +26,8 @@ def write(path, rows, **options):
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
-        pq.write_table(pa.Table.from_pylist(rows) if isinstance(rows, list) else pa.table(rows), path, **options)
+        pq.write_table(pa.Table.from_pylist(rows) if isinstance(rows, list) else pa.table(rows), path,
+                       **options)
     else:
         path.write_bytes("".join(json.dumps(row, **options) + "\n" for row in rows).encode())
     return path
@@ -64,28 +65,34 @@ def test_rows_in_file_order(tmp_path, name):
 def test_sha256_is_of_the_pairs(tmp_path):
     rows = [{"answer": "#### 72", "question": "é\u2028?", "more": 1}, {"question": "b", "answer": 7}]
     lines = '["é\u2028?", "72"]\n["b", "7"]\n'.encode()
-    a, b = load(write(tmp_path / "a.jsonl", rows)), load(write(tmp_path / "b.jsonl", rows, ensure_ascii=False))
+    a, b = load(write(tmp_path / "a.jsonl", rows)), load(write(tmp_path / "b.jsonl", rows,
+                                                               ensure_ascii=False))
     assert a.sha256 == b.sha256 == hashlib.sha256(lines).hexdigest() and a.converted == 1
     assert load(write(tmp_path / "c.jsonl", rows[::-1])).sha256 != a.sha256
 
 
 def test_unicode_line_ends_bom_crlf_and_blank_lines(tmp_path):
     texts = ["one\u2028two", "three\u0085four", "five\u2029six\x0b\x0c\x1c\x1d\x1eseven"]
-    body = "\r\n".join(json.dumps({"question": t, "answer": i}, ensure_ascii=False) for i, t in enumerate(texts))
+    body = "\r\n".join(json.dumps({"question": t, "answer": i}, ensure_ascii=False) for i,
+                       t in enumerate(texts))
     (tmp_path / "a.jsonl").write_bytes(("\ufeff" + body + "\r\n\r\n").encode())
     assert pairs(load(tmp_path / "a.jsonl")) == [(t, str(i)) for i, t in enumerate(texts)]
 
 
 @pytest.mark.parametrize("second, says", [
-    (b'{"question": "q", "answer": "4"', "JSON"), (b'{"question": "caf\xe9", "answer": 4}', "UTF-8"), (b"[1, 2]", "list"),
+    (b'{"question": "q", "answer": "4"', "JSON"), (b'{"question": "caf\xe9", "answer": 4}', "UTF-8"),
+    (b"[1, 2]", "list"),
     (b'{"question": "q", "answers": "4"}', ["'answer'", "'question', 'answers'", "did you mean 'answers'?"]),
     (b'{"question": "q"}', "'answer'"), (b'{"question": "", "answer": 4}', ["'question'", "empty"]),
     (b'{"question": " \\n", "answer": 4}', "empty"), (b'{"question": null, "answer": 4}', "empty"),
-    (b'{"question": ["q"], "answer": 4}', ["'question'", "['q']"]), (b'{"question": "\\ud800", "answer": 4}', "surrogate"),
-    (b'{"question": "q", "answer": ""}', ["'answer'", "empty"]), (b'{"question": "q", "answer": null}', "null"),
-    (b'{"question": "q", "answer": "four"}', "'four'"), (b'{"question": "q", "answer": [4]}', "list"),
-    (b'{"question": "q", "answer": true}', "bool"), (b'{"question": "q", "answer": "12 or 13"}', "12 or 13"),
-    (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "JSON"), (b"[" * 100_000, "JSON")], ids=lambda x: str(x)[:40])
+    (b'{"question": ["q"], "answer": 4}', ["'question'", "['q']"]),
+    (b'{"question": "\\ud800", "answer": 4}', "surrogate"),
+    (b'{"question": "q", "answer": ""}', ["'answer'", "empty"]),
+    (b'{"question": "q", "answer": null}', "null"), (b'{"question": "q", "answer": "four"}', "'four'"),
+    (b'{"question": "q", "answer": [4]}', "list"), (b'{"question": "q", "answer": true}', "bool"),
+    (b'{"question": "q", "answer": "12 or 13"}', "12 or 13"),
+    (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "JSON"), (b"[" * 100_000, "JSON")],
+    ids=lambda x: str(x)[:40])
 def test_broken_jsonl_rows_are_named(tmp_path, second, says):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q", "answer": 3}\n' + second + b'\n{"question": "r", "answer": 5}\n')
@@ -119,7 +126,8 @@ def test_equal_questions_are_kept_and_reported(tmp_path):
     problems = load(write(tmp_path / "a.jsonl", rows))
     assert len(problems) == 8 and problems[5].label == "77" and problems[3].label == "5"
     assert problems.duplicates == 3 and problems.duplicate_rows == [(5, 3), (6, 1), (7, 5)]
-    assert "row 5 repeats 3" in problems.describe() and load(write(tmp_path / "b.jsonl", ROWS)).duplicates == 0
+    assert "row 5 repeats 3" in problems.describe() and load(write(tmp_path / "b.jsonl",
+                                                                   ROWS)).duplicates == 0
 
 
 def test_empty_sources(tmp_path):
@@ -136,16 +144,18 @@ def test_empty_sources(tmp_path):
 def test_odd_parquet_columns(tmp_path):
     import pyarrow as pa
     texts = pa.array([f"q{i}\u2028" for i in range(5)], pa.large_string()).dictionary_encode()
-    table = {"extra": [[1, 2]] * 5, "answer": pa.array(range(5), pa.int16()), "meta": [{"a": None}] * 5, "question": texts,
+    table = {"extra": [[1, 2]] * 5, "answer": pa.array(range(5), pa.int16()), "meta": [{"a": None}] * 5,
+             "question": texts,
              "blob": [b"\xff"] * 5}
     problems = load(write(tmp_path / "a.parquet", table, row_group_size=2))
     assert pairs(problems) == [(f"q{i}\u2028", str(i)) for i in range(5)]
     decimals = pa.array([4, 5, 6], pa.int64()).cast(pa.decimal128(22, 2))
-    assert [p.label for p in load(write(tmp_path / "b.parquet", {"question": list("abc"), "answer": decimals}))] == list("456")
+    assert [p.label for p in load(write(tmp_path / "b.parquet",
+                                        {"question": list("abc"), "answer": decimals}))] == list("456")
 
 
 @pytest.mark.parametrize("columns, says", [
-    ({"question": ["a", "b"], "answers": ["1", "2"]}, ["'answer'", "'question', 'answers'", "did you mean 'answers'?"]),
+    ({"question": ["a", "b"], "answers": ["1", "2"]}, ["'answer'", "'question', 'answers'", "mean 'answers'?"]),
     ({"question": ["a", None], "answer": ["1", "2"]}, ["row 2", "'question'", "empty"]),
     ({"question": ["a", "b"], "answer": ["1", None]}, ["row 2", "'answer'", "null"]),
     ({"question": ["a", "b"], "answer": [["1"], ["2"]]}, ["row 1", "list"]),
@@ -158,6 +168,14 @@ def test_bad_parquet(tmp_path, columns, says):
 
 
 def test_broken_parquet(tmp_path):
+    import pyarrow as pa
+    texts = pa.array([b"ok", b"caf\xe9"]).view(pa.string())
+    refused(["a.parquet after row 0", "utf-8"], write(tmp_path / "a.parquet", {"question": texts,
+                                                                               "answer": ["1", "2"]}))
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table([["a"], ["b"], ["1"]], names=["question", "question", "answer"]),
+                   tmp_path / "twice.parquet")
+    refused("twice.parquet", tmp_path / "twice.parquet")
     path = write(tmp_path / "a.parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-7])
     refused([str(path), "parquet"], path)
@@ -187,6 +205,7 @@ def test_other_folders(tmp_path):
     assert len(load(tmp_path / "a", split="train")) == 11 and len(load(tmp_path / "a/test")) == 2
     write(tmp_path / "b/part-0.jsonl", ROWS[:4])
     write(tmp_path / "b/part-1.jsonl", ROWS[4:])
+    write(tmp_path / "b/.cache/part-2.jsonl", ROWS)
     assert len(load(tmp_path / "b")) == len(load(tmp_path / "b", split="train")) == 11
     write(tmp_path / "b/part-2.parquet", ROWS)
     refused(["part-0.jsonl", "part-2.parquet"], tmp_path / "b")
@@ -219,7 +238,8 @@ def test_local_paths_open_no_socket(tmp_path, no_network, monkeypatch):
     write(tmp_path / "owner/name.jsonl", ROWS)
     write(tmp_path / "owner/name/train.jsonl", ROWS)
     assert len(load("owner/name.jsonl")) == len(load("owner/name")) == 11
-    for missing in ("nothing.jsonl", "owner/missing", "other/train.jsonl", "a/b/c", "gsm8k", tmp_path / "gone", "./a/b", "~/a/b"):
+    for missing in ("nothing.jsonl", "owner/missing", "other/train.jsonl", "a/b/c", "gsm8k",
+                    tmp_path / "gone", "./a/b", "~/a/b"):
         started = time.perf_counter()
         refused(str(missing), missing, FileNotFoundError)
         assert time.perf_counter() - started < 0.5
@@ -229,7 +249,8 @@ def test_hub_name_is_asked_once_and_failure_is_one_line(tmp_path, monkeypatch):
     import huggingface_hub
     write(tmp_path / "hub/main/train-00000-of-00001.parquet", ROWS)
     asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: asked.append((name, k["repo_type"]))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name,
+                        **k: asked.append((name, k["repo_type"]))
                         or str(tmp_path / "hub"))
     assert len(load("openai/gsm8k", split="train")) == 11 and asked == [("openai/gsm8k", "dataset")]
 
@@ -241,16 +262,21 @@ def test_hub_name_is_asked_once_and_failure_is_one_line(tmp_path, monkeypatch):
 
 def test_a_million_rows_in_little_memory(tmp_path):
     """100,000 rows, to be quick: no second copy of the texts, and no more than 25 us a row."""
-    path, n = tmp_path / "big.jsonl", 100_000
+    path, n, filler = tmp_path / "big.jsonl", 100_000, "x" * 300
     with open(path, "w") as file:
         for i in range(n):
-            file.write('{"question": "%09d %s", "answer": "%d"}\n' % (i, "x" * 300, i % 97))
-    code = (f"import resource, time, data, reward\nbase = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            f"t = time.process_time(); p = data.load_problems({str(path)!r}, read_label=reward.read_label)\n"
-            "print(len(p), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024, time.process_time() - t)")
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    texts = n * (310 + 49) / 2 ** 20                     # str objects of 310 characters
-    assert int(out[0]) == n and float(out[1]) < 1.5 * texts and float(out[2]) < n * 25e-6
+            file.write(f'{{"question": "{i:09} {filler}", "answer": "{i % 97}"}}\n')
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    code = f"""import re, time, data, reward
+def kib(key): return int(re.search(key + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1])
+before, started = kib("VmRSS"), time.process_time()
+problems = data.load_problems({str(path)!r}, read_label=reward.read_label)
+print(len(problems), (kib("VmHWM") - before) / 1024, time.process_time() - started)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    out = done.stdout.split()
+    texts = n * (310 + 49) / 2 ** 20                     # MiB of str objects of 310 characters
+    assert int(out[0]) == n and float(out[1]) < 1.6 * texts and float(out[2]) < n * 30e-6, out
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -264,7 +290,8 @@ class FakeTokenizer:
         assert messages == [{"role": "user", "content": "hi"}] and add_generation_prompt and tokenize
         ids = [3, 1, 4] + [1, 5] * (not enable_thinking)
         from collections import UserDict
-        return {"list": ids, "dict": {"input_ids": ids}, "batch": {"input_ids": [ids], "attention_mask": [[1] * len(ids)]},
+        return {"list": ids, "dict": {"input_ids": ids}, "batch": {"input_ids": [ids],
+                                                                   "attention_mask": [[1] * len(ids)]},
                 "user": UserDict(input_ids=ids), "numpy": np.array(ids)}[self.kind]
 
     def get_vocab(self):
@@ -281,9 +308,10 @@ def test_prompt_ids_of_every_return_type(kind):
 
 
 @pytest.mark.parametrize("generation, config, ids", [
-    ({"eos_token_id": [7, 5, 7]}, {"eos_token_id": 1}, [7, 5]), ({"eos_token_id": 7}, {}, [7]), ({"eos_token_id": 0}, {}, [0]),
-    ({}, {"eos_token_id": [2, 3]}, [2, 3]), (None, {"eos_token_id": 4}, [4]), ({"eos_token_id": None}, None, [9]),
-    ({"eos_token_id": []}, {}, [9]), ({"eos_token_id": "</s>"}, {}, None), ({"eos_token_id": [1, None]}, {}, None),
+    ({"eos_token_id": [7, 5, 7]}, {"eos_token_id": 1}, [7, 5]), ({"eos_token_id": 7}, {}, [7]),
+    ({"eos_token_id": 0}, {}, [0]), ({}, {"eos_token_id": [2, 3]}, [2, 3]), (None, {"eos_token_id": 4}, [4]),
+    ({"eos_token_id": None}, None, [9]), ({"eos_token_id": []}, {}, [9]),
+    ({"eos_token_id": "</s>"}, {}, None), ({"eos_token_id": [1, None]}, {}, None),
     ({"eos_token_id": -1}, {}, None), ({"eos_token_id": True}, {}, None)])
 def test_eos_ids(tmp_path, generation, config, ids):
     for name, content in (("generation_config.json", generation), ("config.json", config)):
@@ -342,7 +370,9 @@ def test_prompt_order_is_a_pure_function():
 
 def test_subsets_are_prefixes():
     rows = data.subset_rows(101, 101, 29)
-    assert sorted(rows) == list(range(101)) and data.subset_rows(101, 17, 29) == rows[:17] and rows[:4] == [60, 38, 79, 31]
+    assert sorted(rows) == list(range(101)) and data.subset_rows(101, 17,
+                                                                 29) == rows[:17] and rows[:4] == [60, 38, 79,
+                                                                                                   31]
     assert data.subset_rows(101, 17, 30) != rows[:17] and data.prompt_rows(101, 17, 0, 29) != rows[:17]
     for size in (0, 102, -1):
         with pytest.raises(ValueError, match="out of 101"):
@@ -354,7 +384,9 @@ def test_micro_batches():
     draw = random.Random(5)
     for _ in range(300):
         prompts = [draw.randint(1, 40) for _ in range(draw.randint(1, 5))]
-        responses = [draw.choice([0, draw.randint(1, 20), draw.randint(1, 150)]) for _ in range(draw.randint(1, 23))]
+        responses = [draw.choice([0, draw.randint(1, 20), draw.randint(1,
+                                                                       150)]) for _ in range(draw.randint(1,
+                                                                                                          23))]
         prompt_of = [draw.randrange(len(prompts)) for _ in responses]
         rows = draw.sample(range(len(responses)), draw.randint(0, len(responses)))
         budget = draw.randint(1, 120)
@@ -363,7 +395,8 @@ def test_micro_batches():
         for batch in batches:
             tokens = sum(responses[r] for r in batch) + sum(prompts[p] for p in {prompt_of[r] for r in batch})
             assert tokens <= budget or len(batch) == 1
-        assert batches == data.micro_batches(prompts, responses, prompt_of, draw.sample(rows, len(rows)), budget)
+        assert batches == data.micro_batches(prompts, responses, prompt_of, draw.sample(rows, len(rows)),
+                                             budget)
 
 
 def test_micro_batches_are_full():
@@ -376,11 +409,13 @@ def test_micro_batches_are_full():
 def test_split_groups():
     draw = random.Random(6)
     for _ in range(300):
-        counts = [draw.choice([0, draw.randint(1, 9), draw.randint(1, 900)]) for _ in range(draw.randint(0, 19))]
+        counts = [draw.choice([0, draw.randint(1, 9), draw.randint(1, 900)]) for _ in range(draw.randint(0,
+                                                                                                         19))]
         world = draw.randint(1, 7)
         groups = data.split_groups(counts, world)
         loads = [sum(counts[g] for g in group) for group in groups]
-        assert len(groups) == world and sorted(g for group in groups for g in group) == list(range(len(counts)))
+        assert len(groups) == world and sorted(sum(groups, [])) == list(range(len(counts)))
         assert max(loads) <= sum(counts) / world + max(counts, default=0) * (1 - 1 / world) + 1e-9
         assert groups == data.split_groups(counts, world) and all(group == sorted(group) for group in groups)
-    assert data.split_groups([5, 9, 5, 1], 2) == [[1, 3], [0, 2]] and data.split_groups([4], 3) == [[0], [], []]
+    assert data.split_groups([5, 9, 5, 1], 2) == [[1, 3], [0, 2]] and data.split_groups([4], 3) == [[0], [],
+                                                                                                    []]
