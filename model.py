@@ -213,9 +213,9 @@ class _TokenLogp(torch.autograd.Function):
             p = matmul_fp32(h, w.T).div_(temperature).sub_(lse[:, None]).exp_().mul_(-scale)      # [M, block]
             own = scale * ((targets >= v) & (targets < v + len(w)))[:, None]
             p = p.scatter_add_(1, (targets - v).clamp(0, len(w) - 1)[:, None], own).to(h.dtype)
-            dh += matmul_fp32(p, w)
+            dh += p @ w                             # in the compute dtype, as any gradient of a linear layer
             if dw is not None:
-                dw[v:v + len(w)] = matmul_fp32(p.T, h)
+                dw[v:v + len(w)] = p.T @ h
         return dh.to(h.dtype), dw, None, None, None, None
 
 def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elements=2 ** 24):
