@@ -155,7 +155,7 @@ def test_odd_parquet_columns(tmp_path):
 
 
 @pytest.mark.parametrize("columns, says", [
-    ({"question": ["a", "b"], "answers": ["1", "2"]}, ["'answer'", "'question', 'answers'", "mean 'answers'?"]),
+    ({"question": ["a"], "answers": ["1"]}, ["'answer'", "'question', 'answers'", "mean 'answers'"]),
     ({"question": ["a", None], "answer": ["1", "2"]}, ["row 2", "'question'", "empty"]),
     ({"question": ["a", "b"], "answer": ["1", None]}, ["row 2", "'answer'", "null"]),
     ({"question": ["a", "b"], "answer": [["1"], ["2"]]}, ["row 1", "list"]),
