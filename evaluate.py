@@ -208,8 +208,8 @@ def main(cfg):
         device = distributed.pick_device(cfg.device)
         dtype = distributed.compute_dtype(cfg.dtype, device)
         sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, reward.read_label,
-                                      split=cfg.split)
+        read = reward.read_label if cfg.reward == "math" else reward.read_text
+        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, read, split=cfg.split)
         if cfg.rows > len(problems):
             raise ValueError(f"--rows {cfg.rows}: {cfg.data} has {len(problems)} rows (0: all of them)")
         rows = data.subset_rows(len(problems), cfg.rows or len(problems), cfg.seed)
