@@ -5,12 +5,12 @@
     python report.py --check results/           # regenerate from the CSV files, compare bytes (status 1)
     python report.py check runs/grpo-42 ...     # accept or reject runs, a line each (status 1)
 
-Contract: structured metrics decide which runs enter, never text; a rejected run is listed with its reason and
-mixed into nothing. Means are taken inside a run, then over runs (sd: ddof 1; n = 1: n/a). Equal inputs give
-equal bytes; no path, host or user name gets out. A verdict says whether an interval excludes 0, no more. The
-words are in report.md.j2. Not here: reading responses, scoring, means over unlike workloads (refused).
-"""
+Structured metrics decide which runs enter, never text; a rejected run is listed with its reason and mixed
+into nothing. Means are taken inside a run, then over runs (sd: ddof 1; n = 1: n/a). Equal inputs give equal
+bytes; no path, host or user name gets out. A verdict says whether an interval excludes 0, no more. Not here:
+reading responses, scoring, means over unlike workloads (refused), words (report.md.j2)."""
 
+import collections
 import csv
 import dataclasses
 import hashlib
@@ -27,29 +27,29 @@ import cli
 METRICS = """step reward reward_std right wrong unparsed grader_errors zero_std_groups adv_raw_mean
     adv_raw_std adv_norm_mean adv_norm_std valid_tokens returns_minus_reward ref_k1 ref_k2 kl_loss pg_loss
     loss ppo_kl clip_frac entropy grad_norm clip_coef lr response_len_mean response_len_min response_len_max
-    truncated truncated_and_rewarded fully_masked sampler_logp_gap_mean sampler_logp_gap_max
-    prompt_tokens response_tokens response_tok_per_s decode_tok_per_s t_rollout t_reward t_ref t_old t_update
-    t_step peak_mem_gib""".split()
+    truncated truncated_and_rewarded fully_masked sampler_logp_gap_mean sampler_logp_gap_max prompt_tokens
+    response_tokens response_tok_per_s decode_tok_per_s t_rollout t_reward t_ref t_old t_update t_step
+    peak_mem_gib""".split()
+EVALUATED = "truncation mean_length right wrong unparsed errors prompts samples".split()
 ALGOS = {  # label, colour (Okabe-Ito: safe for colour-blind readers), metrics that do not apply: null
     "grpo": ("GRPO", "#0072B2", {"returns_minus_reward"}),
     "reinforce_pp_baseline": ("REINFORCE++-baseline", "#009E73", {"returns_minus_reward"}),
     "reinforce_pp": ("REINFORCE++", "#D55E00", {"kl_loss", "zero_std_groups"})}
-PER_ALGO = {"kl_coef", "gamma"}             # options that must agree within an algorithm only; not at all:
-FREE = set("""algo seed out resume save_every keep tensorboard reward_workers reward_concurrency slots
-    timeout_minutes max_tokens_per_device offload_ref zero activation_checkpointing max_skipped world_size
-    threads""".split())
+PER_ALGO = {"kl_coef", "gamma"}     # options that must agree within an algorithm only; FREE: not at all
+FREE = set("""algo seed out resume save_every keep tensorboard reward_workers reward_concurrency slots threads
+    timeout_minutes max_tokens_per_device offload_ref activation_checkpointing max_skipped world_size
+    zero""".split())
 BASE = {  # the tables all else is computed from; evaluations.csv also has a column for every pass@k
     "runs": "run algo seed steps commit device checkpoint metrics_sha256 weights_sha256 argv versions "
-            "options",
-    "steps": "algo seed " + " ".join(METRICS),
-    "evaluations": "algo seed stage truncation mean_length right wrong unparsed errors prompts samples "
-                   "decoding_noise subset_sha256",
-    "per_prompt": "algo seed stage row n c", "rejected": "run reason"}
+            "options", "per_prompt": "algo seed stage row n c", "rejected": "run reason",
+    "evaluations": f"algo seed stage {' '.join(EVALUATED)} decoding_noise subset_sha256",
+    "steps": f"algo seed {' '.join(METRICS)}"}
 TABLES = BASE | {"run_means": "algo seed part metric mean", "algorithms": "algo part metric n mean sd",
                  "differences": "new old metric method n seeds mean sd low high verdict by_seed"}
-EVALUATED = BASE["evaluations"].split()[3:-2]
-NUMBER = re.compile("|".join(["seed", "row", "n", "c", r"pass@\d+", "decoding_noise", *METRICS, *EVALUATED]))
+PASS = re.compile(r"pass@\d+")
+NUMBER = re.compile("|".join(["seed", "row", "n", "c", PASS.pattern, "decoding_noise", *METRICS, *EVALUATED]))
 COMPARED = "pass@|mean_length|truncation|reward$|response_len_mean"         # metrics of differences.csv
+DECIMALS = {"mean_len|response_|t_|peak|unp|err": 1, "pg_|kl|ref_k2|ret": 6, "": 4}     # of metrics in print
 FIGURES = {  # file: {metric: axis label with its unit}
     "reward": {"reward": "reward per response"},
     "loss": {"pg_loss": "policy loss (advantage units)", "kl_loss": "k2 KL loss (nats²)"},
@@ -75,8 +75,10 @@ def parse_json(raw, where):
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where}: not a strict JSON object ({error})") from None
 
-def finite(value):
-    return type(value) in (int, float) and abs(value) < 1e300       # False for NaN, infinities and booleans
+def check_number(row, name, where, least=-1e300):
+    """ValueError unless row[name] is a finite number (no NaN, no boolean) of at least `least`."""
+    if type(row.get(name)) not in (int, float) or not least <= row[name] < 1e300:
+        raise ValueError(f"{where}: {name} is {json.dumps(row.get(name))[:40]}")
 
 def judge(folder, checkpoints=True):
     """-> (rows of the base tables, None) of an accepted run, ({}, reason) of a rejected one. Never raises."""
@@ -100,45 +102,51 @@ def accept(folder, checkpoints):
         raise ValueError(f"config.json: algo {key['algo']!r} or seed {key['seed']!r} is unknown to report.py")
     if summary["status"] != "complete" or summary["steps"] != steps:
         raise ValueError(f"summary.json: {summary['status']} after {summary['steps']} of {steps} steps")
-    tables = {"steps": [key | row for row in check_steps(raw["metrics.jsonl"], config)],
-              "evaluations": [], "per_prompt": []}
+    tables = {"steps": check_steps(raw["metrics.jsonl"], config), "evaluations": [], "per_prompt": []}
     for stage in ("initial", "final") if summary.get("initial") or summary.get("final") else ():
-        evaluation, counts = check_evaluation(summary.get(stage) or {}, f"summary.json, {stage}")
-        tables["evaluations"].append(key | {"stage": stage} | evaluation)
-        tables["per_prompt"] += [key | {"stage": stage, "row": r, "n": n, "c": c} for r, n, c in counts]
-    weights = check_checkpoint(folder, steps) if checkpoints else None
+        evaluation = {"stage": stage} | (summary.get(stage) or {})
+        counts = check_evaluation(evaluation, f"summary.json, {stage}")
+        tables["evaluations"].append(evaluation)
+        tables["per_prompt"] += [{"stage": stage, "row": r, "n": n, "c": c} for r, n, c in counts]
     argv, commit, versions, device = (config.pop(k, None) for k in ("argv", "commit", "versions", "device"))
-    tables["runs"] = [key | {
+    weights = None
+    if checkpoints:
+        from checkpoint import verify
+        latest = (folder / "latest").read_text(encoding="utf-8").strip()
+        bad = verify(folder / latest) if latest == f"step_{steps:06d}" else [f"not that of step {steps}"]
+        if bad:
+            raise ValueError(f"checkpoint {latest[:40]}: {'; '.join(bad)}")
+        manifest = json.loads((folder / latest / "manifest.json").read_bytes())
+        weights = manifest["files"]["model.safetensors"]["sha256"]
+    tables["runs"] = [{
         "run": folder.resolve().name, "steps": steps, "commit": commit, "device": clean(device),
         "checkpoint": "complete" if checkpoints else "not checked", "weights_sha256": weights,
         "metrics_sha256": hashlib.sha256(raw["metrics.jsonl"]).hexdigest(),
         "argv": " ".join(map(clean, argv or [])), "versions": json.dumps(versions, sort_keys=True),
         "options": json.dumps({k: clean(v) for k, v in config.items()}, sort_keys=True)}]
-    return tables
+    return {name: [row | key for row in rows] for name, rows in tables.items()}
 
 def check_steps(raw, config):
-    """metrics.jsonl -> one dict per step with the names of METRICS. Lines are JSON; no text is searched."""
+    """metrics.jsonl -> one dict per step. Lines are JSON; no text is searched."""
     lines = raw.decode("utf-8", errors="replace").split("\n")
     rows = [parse_json(line, f"metrics.jsonl line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    for want, row in itertools.zip_longest(range(config["steps"]), rows):
-        want = "the end" if want is None else f"step {want}"
-        found = "the end" if row is None else f"step {row.get('step')}"
-        if want != found:
-            raise ValueError(f"metrics.jsonl: {found} where {want} should be")
+    found = [f"step {row.get('step')}" for row in rows] + ["the end"]
+    wanted = [f"step {step}" for step in range(config["steps"])] + ["the end"]
+    for have, want in zip(found, wanted, strict=False):
+        if have != want:
+            raise ValueError(f"metrics.jsonl: {have} where {want} should be")
     may_be_null = ALGOS[config["algo"]][2] | {"peak_mem_gib"}
     may_be_null |= {"ref_k1", "ref_k2", "kl_loss"} if config.get("no_kl") else set()
     for row, name in itertools.product(rows, METRICS):
-        if not finite(row.get(name)) and not (name in may_be_null and row.get(name) is None):
-            raise ValueError(f"metrics.jsonl: step {row['step']}: {name} is {json.dumps(row.get(name))[:40]}")
-    return [{name: row.get(name) for name in METRICS} for row in rows]
+        if row.get(name) is not None or name not in may_be_null:
+            check_number(row, name, f"metrics.jsonl: step {row['step']}")
+    return rows
 
 def check_evaluation(given, where):
-    """EVAL of summary.json -> (row of evaluations.csv, sorted [row, n, c]). All responses count: verdicts,
-    unparsed and errors included, add up to them, and pass@1 is the mean of c / n."""
-    names = EVALUATED + [k for k in given if re.fullmatch(r"pass@\d+", k)]
-    for name in ["pass@1", *names]:
-        if not finite(given.get(name)) or given[name] < 0:
-            raise ValueError(f"{where}: {name} is {json.dumps(given.get(name))[:40]}")
+    """EVAL of summary.json -> its sorted [row, n, c]. All responses count: verdicts, unparsed and errors
+    included, add up to them, and pass@1 is the mean of c / n."""
+    for name in ["pass@1", *EVALUATED, *filter(PASS.fullmatch, given)]:
+        check_number(given, name, where, least=0)
     counts = sorted(given["per_prompt"])
     if any([type(x) for x in t] != [int] * 3 or not 0 <= t[2] <= t[1] or t[1] < 1 for t in counts):
         raise ValueError(f"{where}: per_prompt must hold [row, n, c] with 0 <= c <= n")
@@ -148,19 +156,8 @@ def check_evaluation(given, where):
                          f"{len(counts)} rows and {total} responses")
     if abs(statistics.fmean(c / n for _, n, c in counts) - given["pass@1"]) > 1e-6:
         raise ValueError(f"{where}: pass@1 {given['pass@1']} is not the mean of c / n in per_prompt")
-    return {k: given.get(k) for k in (*names, "decoding_noise", "subset_sha256")}, counts
+    return counts
 
-def check_checkpoint(folder, steps):
-    """`latest` names the last step and its files are whole (checkpoint.py) -> SHA-256 of the weights."""
-    from checkpoint import verify
-    latest = (folder / "latest").read_text(encoding="utf-8").strip()
-    problems = verify(folder / latest) if latest == f"step_{steps:06d}" else [f"not that of step {steps}"]
-    if problems:
-        raise ValueError(f"checkpoint {latest[:40]}: {'; '.join(problems)}")
-    manifest = json.loads((folder / latest / "manifest.json").read_bytes())
-    return manifest["files"]["model.safetensors"]["sha256"]
-
-# ---- base tables as CSV text: from runs, or from the files of an earlier report
 def clean(value):
     """Without what names a machine or a person: of a path the last component stays, of a URL nothing."""
     if not isinstance(value, str) or "://" in value:
@@ -175,43 +172,36 @@ def run_folders(path):
 
 def tables_from_runs(folders, checkpoints):
     """Run folders -> {base table: CSV text}. Rejected runs are in table `rejected` and nowhere else."""
-    rows = {name: [] for name in BASE}
-    for folder in folders:
-        tables, reason = judge(folder, checkpoints)
-        for name in tables:
-            rows[name] += tables[name]
-        rows["rejected"] += [{"run": folder.resolve().name, "reason": reason}] if reason else []
+    judged = [(folder.resolve().name, *judge(folder, checkpoints)) for folder in folders]
+    rows = {name: [row for _, tables, _ in judged for row in tables.get(name, ())] for name in BASE}
+    rows["rejected"] = [{"run": run, "reason": reason} for run, _, reason in judged if reason]
     if not rows["runs"]:
         raise ValueError("no run is accepted; " + "; ".join(" ".join(r.values()) for r in rows["rejected"]))
     return {name: to_csv(name, rows[name]) for name in rows}
 
 def to_csv(name, rows, digits=None):
     """Floats as shortest exact text, or with `digits` significant ones (sums can differ in the last bit)."""
-    names, out = TABLES[name].split(), io.StringIO()
-    passes = {k for row in rows for k in row if re.fullmatch(r"pass@\d+", k)}
-    names[3:3] = sorted(passes, key=lambda k: int(k[5:]))
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        cells = (row.get(name) for name in names)
-        writer.writerow([f"{x:.{digits}g}" if digits and type(x) is float else x for x in cells])
+    out, names = io.StringIO(), TABLES[name].split()
+    names[3:3] = sorted({k for row in rows for k in row if PASS.fullmatch(k)}, key=lambda k: int(k[5:]))
+    writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: f"{x:.{digits}g}" if digits and type(x) is float else x for k, x in row.items()}
+                     for row in rows)
     return out.getvalue()
 
 def from_csv(name, text):
     """CSV text -> rows by algorithm and seed; '' is None. ValueError names line and column of a bad cell."""
-    rows = list(csv.DictReader(io.StringIO(text)))
+    rows = list(csv.DictReader(io.StringIO(text), restkey=""))
     for line, row in enumerate(rows, 2):
         for column, cell in row.items():
             row[column] = cell or None
-            if cell and NUMBER.fullmatch(column or ""):
+            if cell and NUMBER.fullmatch(column):
                 row[column] = parse_json(f'{{"": {cell}}}', f"{name}.csv line {line}, {column} {cell!r}")[""]
         row |= {column: None for column in TABLES[name].split() if column not in row}
-        if name != "rejected" and (row.get("algo") not in ALGOS or type(row.get("seed")) is not int):
+        if name != "rejected" and (row["algo"] not in ALGOS or type(row["seed"]) is not int):
             raise ValueError(f"{name}.csv line {line}: needs an algo of {', '.join(ALGOS)} and a seed")
-    order = {algo: i for i, algo in enumerate(ALGOS)}
-    return sorted(rows, key=lambda row: (order[row["algo"]], row["seed"]) if "algo" in row else ())
+    return sorted(rows, key=lambda row: ([*ALGOS].index(row["algo"]), row["seed"]) if "algo" in row else ())
 
-# ---- statistics
 def spread(values):
     """-> n, mean, sample sd (ddof 1) and 95 % t interval of the mean, mean -+ t(0.975, n - 1) sd / sqrt(n);
     sd and interval are None for n = 1."""
@@ -227,39 +217,38 @@ def bootstrap(differences, seed=0, resamples=10_000):
     """95 % percentile interval of the mean over prompts, drawn with replacement (Efron and Tibshirani 1993).
     differences[p] is one prompt's difference, already averaged over the training seeds, which stay fixed."""
     import numpy as np
-    rng, values = np.random.default_rng(seed), np.asarray(differences, dtype=np.float64)
-    means = values[rng.integers(0, len(values), (resamples, len(values)))].mean(axis=1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
+    draws = np.random.default_rng(seed).integers(0, len(differences), (resamples, len(differences)))
+    return np.percentile(np.asarray(differences)[draws].mean(axis=1), [2.5, 97.5]).tolist()
 
 class Data:
-    """The base tables, indexed. per_run[algo, seed, part] = {metric: mean inside the run}; part: 'last10',
-    'all' (training steps), 'initial', 'final' (evaluations). ValueError for runs that do not compare."""
+    """The base tables, indexed. runs[algo, part][seed] = {metric: mean inside the run}; part: 'last10', 'all'
+    (training steps), 'initial', 'final' (evaluations). ValueError for runs that do not compare."""
 
     def __init__(self, texts):
         self.base = {name: from_csv(name, texts.get(name, "")) for name in BASE}
+        self.steps, self.stages, self.counts, self.runs = {}, {}, {}, {}
         self.refuse_unlike()
-        self.steps, self.counts, self.per_run = {}, {}, {}
         for row in self.base["steps"]:
-            responses = sum(row[name] for name in ("right", "wrong", "unparsed", "grader_errors"))
+            responses = row["right"] + row["wrong"] + row["unparsed"] + row["grader_errors"]
             row["truncation"] = row["truncated"] / max(responses, 1)
             self.steps.setdefault((row["algo"], row["seed"]), []).append(row)
-        for key, rows in self.steps.items():
-            for part, window in (("last10", rows[-10:]), ("all", rows)):
-                self.per_run[(*key, part)] = {
+        for part, first in ("last10", -10), ("all", 0):
+            for (algo, seed), rows in self.steps.items():
+                self.runs.setdefault((algo, part), {})[seed] = {
                     metric: statistics.fmean(values) for metric in [*METRICS[1:], "truncation"]
-                    if None not in (values := [row[metric] for row in window])}
+                    if None not in (values := [row[metric] for row in rows[first:]])}
         for row in self.base["per_prompt"]:
             counts = self.counts.setdefault((row["algo"], row["seed"], row["stage"]), {})
             counts[row["row"]] = row["n"], row["c"]
         for row in self.base["evaluations"]:
-            if (key := (row["algo"], row["seed"], row["stage"])) in self.per_run:
-                raise ValueError(f"evaluations.csv has two rows for {' '.join(map(str, key))}")
-            self.per_run[key] = {
-                metric: value for metric, value in row.items()
-                if NUMBER.fullmatch(metric) and metric != "seed" and value is not None}
-        self.n = {algo: len({s for a, s, _ in self.per_run if a == algo}) for algo in ALGOS}
-        self.algos = [algo for algo in ALGOS if self.n[algo]]
-        self.passes = [name for name in (self.base["evaluations"] or [{}])[0] if name.startswith("pass@")]
+            means = {k: v for k, v in row.items() if NUMBER.fullmatch(k) and k != "seed" and v is not None}
+            runs = self.runs.setdefault((row["algo"], row["stage"]), {})
+            if runs.setdefault(row["seed"], means) is not means:
+                raise ValueError("evaluations.csv has two rows for {algo} {seed} {stage}".format(**row))
+            self.stages.setdefault((row["algo"], row["seed"]), []).append(row)
+        self.n = collections.Counter(algo for algo, _ in self.steps.keys() | self.stages.keys())
+        self.algos = [algo for algo in ALGOS if algo in self.n]
+        self.passes = [name for name in (self.base["evaluations"] or [{}])[0] if PASS.fullmatch(name)]
 
     def refuse_unlike(self):
         """One run per algorithm and seed; equal options, FREE ones aside; one set of evaluation prompts."""
@@ -277,16 +266,11 @@ class Data:
                 if value != facts[name]:
                     raise ValueError(f"not comparable: {name} {other} vs {mine}")
 
-    def runs(self, algo, part):
-        """{seed: means} of the runs of an algorithm that have this part."""
-        return {s: means for (a, s, p), means in self.per_run.items() if (a, p) == (algo, part)}
-
     def aggregate(self):
         """Rows of algorithms.csv: mean and sd over runs of the means inside a run."""
-        for algo, part in itertools.product(self.algos, ("last10", "all", "initial", "final")):
-            runs = self.runs(algo, part).values()
-            for metric in dict.fromkeys(metric for run in runs for metric in run):
-                n, mean, sd, _, _ = spread([run[metric] for run in runs if metric in run])
+        for (algo, part), runs in self.runs.items():
+            for metric in dict.fromkeys(itertools.chain(*runs.values())):
+                n, mean, sd, _, _ = spread([run[metric] for run in runs.values() if metric in run])
                 yield {"algo": algo, "part": part, "metric": metric, "n": n, "mean": mean, "sd": sd}
 
     def differences(self):
@@ -295,15 +279,15 @@ class Data:
         arms = [((b, part), (a, part)) for part in ("final", "all", "last10")
                 for a, b in itertools.combinations(self.algos, 2)]
         for new, old in arms + [((a, "final"), (a, "initial")) for a in self.algos]:
-            olds = self.runs(*old)
-            pairs = {s: (run, olds[s]) for s, run in self.runs(*new).items() if s in olds}
-            row = {"new": " ".join(new), "old": " ".join(old), "seeds": " ".join(map(str, pairs))}
-            for metric in [m for m in next(iter(pairs.values()), [()])[0] if re.match(COMPARED, m)]:
-                values = [x[metric] - y[metric] for x, y in pairs.values()]
+            news, olds = self.runs.get(new, {}), self.runs.get(old, {})
+            seeds = [seed for seed in news if seed in olds]
+            row = {"new": " ".join(new), "old": " ".join(old), "seeds": " ".join(map(str, seeds))}
+            for metric in (m for m in news[seeds[0]] if re.match(COMPARED, m)) if seeds else ():
+                values = [news[seed][metric] - olds[seed][metric] for seed in seeds]
                 row |= {"metric": metric, "by_seed": " ".join(number(value, metric, "+") for value in values)}
                 yield with_verdict(row, "seeds", *spread(values))
-                if metric.startswith("pass@") and self.counts:
-                    values = self.per_prompt(new, old, pairs, int(metric[5:]))
+                if PASS.match(metric) and self.counts:
+                    values = self.per_prompt(new, old, seeds, int(metric[5:]))
                     yield with_verdict(row, "prompts", *spread(values)[:3], *bootstrap(values))
 
     def per_prompt(self, new, old, seeds, k):
@@ -317,48 +301,42 @@ class Data:
         return [statistics.fmean(differences) for differences in values.values()]
 
 def with_verdict(row, method, n, mean, sd, low, high):
-    row = row | {"method": method, "n": n, "mean": mean, "sd": sd, "low": low, "high": high}
-    return row | {"verdict": "differs" if n > 1 and not low <= 0 <= high else "not resolved at this n"}
+    verdict = "differs" if n > 1 and not low <= 0 <= high else "not resolved at this n"
+    return row | dict(method=method, n=n, mean=mean, sd=sd, low=low, high=high, verdict=verdict)
 
-# ---- figures, pages, files
-def draw_curves(axes, data, metric, unit):
-    """Thin line: one run; bold line: mean over runs; band: mean -+ sample sd, for two runs or more."""
+def draw(axes, runs, metric):
+    """A metric of {(algo, seed): rows}. Thin line: one run; bold line: mean over runs; band or whisker: mean
+    -+ sample sd, none for one run. A run that lacks a value is left out."""
     import numpy as np
-    axes.set(xlabel="step (one rollout and its update)", ylabel=unit)
-    for algo, (label, colour, _) in ALGOS.items():
-        curves = [[row[metric] for row in rows] for key, rows in data.steps.items() if key[0] == algo]
-        curves = np.array([curve for curve in curves if None not in curve])
+    points = max(map(len, runs.values()))
+    for i, (algo, (label, color, _)) in enumerate(ALGOS.items()):
+        curves = [[row[metric] for row in rows] for key, rows in runs.items() if key[0] == algo]
+        curves = np.array([curve for curve in curves if None not in curve and len(curve) == points])
         if len(curves):
             mean, sd = curves.mean(0), curves.std(0, ddof=1) if len(curves) > 1 else 0
-            axes.plot(curves.T, color=colour, linewidth=0.7, alpha=0.4)
-            axes.plot(mean, color=colour, linewidth=2.2, label=f"{label} (n = {len(curves)})")
-            axes.fill_between(range(len(mean)), mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
-
-def draw_evaluation(axes, data):
-    """Dot: one run; bar: mean over runs; whisker: mean -+ sample sd. Hollow: before training."""
-    metrics = [*data.passes, "truncation"]
-    arms = [(algo, stage) for algo in data.algos for stage in ("initial", "final") if data.runs(algo, stage)]
-    for (i, (algo, stage)), (x, metric) in itertools.product(enumerate(arms), enumerate(metrics)):
-        values = [run[metric] for run in data.runs(algo, stage).values()]
-        (label, colour, _), (n, mean, sd, _, _) = ALGOS[algo], spread(values)
-        at = x + 0.8 * ((i + 0.5) / len(arms) - 0.5)
-        axes.plot([at] * n, values, "o", color=colour, fillstyle="full" if stage == "final" else "none",
-                  label=None if x else f"{label}, {stage} (n = {n})")
-        axes.errorbar(at + 0.04, mean, sd, fmt="_", color=colour, markersize=9, markeredgewidth=2, capsize=3)
-    axes.set(xticks=range(len(metrics)), xticklabels=metrics, ylabel="fraction of responses or prompts")
+            marker, whisker, aside = ("o", sd, 0.06 * i) if points < 3 else (None, None, 0)
+            x = np.arange(points) + aside
+            axes.plot(x, curves.T, color=color, marker=marker, linewidth=0.7, alpha=0.4)
+            axes.errorbar(x, mean, whisker, color=color, marker=marker, linewidth=2.2, capsize=3,
+                          label=f"{label} (n = {len(curves)})")
+            axes.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.15, linewidth=0)
 
 def figures(data):
     """-> {file: SVG text}; no date, no version and fixed ids, so that equal data give equal text."""
     import matplotlib
     from matplotlib.figure import Figure
-    out, panels = {}, FIGURES if data.steps else {}
-    panels = panels | ({"evaluation": {"": ""}} if data.base["evaluations"] else {})
+    out, figures = {}, FIGURES if data.steps else {}
+    if data.stages:
+        figures = figures | {"evaluation": {m: f"{m} (fraction)" for m in (*data.passes, "truncation")}}
     with matplotlib.rc_context(STYLE):
-        for name in panels:
+        for name, units in figures.items():
             figure, text = Figure(figsize=(9.6, 3.6), layout="constrained"), io.StringIO()
-            for i, (metric, unit) in enumerate(panels[name].items(), 1):
-                axes = figure.add_subplot(1, len(panels[name]), i)
-                draw_curves(axes, data, metric, unit) if metric else draw_evaluation(axes, data)
+            for axes, metric in zip(figure.subplots(1, len(units), squeeze=False)[0], units, strict=True):
+                draw(axes, data.stages if name == "evaluation" else data.steps, metric)
+                axes.set(xlabel="step (one rollout and its update)", ylabel=units[metric])
+                if name == "evaluation":
+                    stages = [row["stage"] for row in max(data.stages.values(), key=len)]
+                    axes.set(xlabel="evaluation", xticks=range(len(stages)), xticklabels=stages)
             figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
             figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
             out[f"{name}.svg"] = text.getvalue()
@@ -369,9 +347,8 @@ def escape(value):
     return re.sub(r"[^\w .,:;=+/@%()±²-]|__+", lambda m: "".join(f"&#{ord(c)};" for c in m[0]), str(value))
 
 def number(value, metric="", sign=""):
-    """1 decimal for lengths, counts, rates and times, 6 for losses and k2, 4 for all others; n/a for None."""
-    digits = 1 if re.match("mean_len|response_|t_|peak|unp|err", metric) else 4
-    digits = 6 if re.match("pg_|kl|ref_k2|ret", metric) else digits
+    """n/a for None; never a signed zero."""
+    digits = next(digits for names, digits in DECIMALS.items() if re.match(names, metric))
     return "n/a" if value is None else re.sub(r"^[-+](0\.0*)$", r"\1", f"{value:{sign}.{digits}f}")
 
 def build(texts):
@@ -381,8 +358,9 @@ def build(texts):
     import matplotlib
     data, here = Data(texts), Path(__file__).parent
     tables = data.base | {"algorithms": [*data.aggregate()], "differences": [*data.differences()]}
-    tables["run_means"] = [{"algo": algo, "seed": seed, "part": part, "metric": metric, "mean": float(mean)}
-                           for (algo, seed, part), of in data.per_run.items() for metric, mean in of.items()]
+    tables["run_means"] = [{"algo": algo, "seed": seed, "part": part, "metric": metric, "mean": mean}
+                           for (algo, part), runs in data.runs.items() for seed, means in runs.items()
+                           for metric, mean in means.items()]
     files = {f"{name}.csv": to_csv(name, rows, None if name in BASE else 10) for name, rows in tables.items()}
     files |= figures(data)
     templates = jinja2.Environment(loader=jinja2.FileSystemLoader(here), finalize=escape, trim_blocks=True,
@@ -405,24 +383,24 @@ def main(cfg):
         raise ValueError("say RUN... --out FOLDER, or check RUN..., or --check FOLDER")
     runs = [run for path in paths for run in run_folders(path)]
     if verb:
-        reasons = [judge(run, not cfg.no_checkpoints)[1] for run in runs]
-        for run, reason in zip(runs, reasons, strict=True):
+        reasons = {run: judge(run, not cfg.no_checkpoints)[1] for run in runs}
+        for run, reason in reasons.items():
             print(f"{run}: " + (f"rejected: {reason}" if reason else "accepted"))
-        return int(any(reasons))
-    tables = {name: paths[0] / f"{name}.csv" for name in BASE if (paths[0] / f"{name}.csv").exists()}
+        return int(any(reasons.values()))
+    tables = {name: path for name in BASE if (path := paths[0] / f"{name}.csv").exists()}
     if tables and len(paths) > 1:
         raise ValueError(f"{paths[0]}: a folder of CSV files does not mix with other inputs")
     files = build({name: path.read_bytes().decode() for name, path in tables.items()}
                   or tables_from_runs(runs, not cfg.no_checkpoints))
-    out = paths[0] if cfg.check else Path(cfg.out)
     if cfg.check:
-        stale = [n for n in files if not (out / n).exists() or (out / n).read_bytes() != files[n]]
-        print("\n".join(f"differs: {name}" for name in stale) or "the CSV files give the same bytes")
+        there = {path.name: path.read_bytes() for path in paths[0].iterdir() if path.name in files}
+        stale = [f"differs: {name}" for name in files if there.get(name) != files[name]]
+        print("\n".join(stale) or "the CSV files give the same bytes")
         return int(bool(stale))
-    out.mkdir(parents=True, exist_ok=True)
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (out / name).write_bytes(content)
-    print(f"{len(files)} files in {out}; open report.html")
+        (Path(cfg.out) / name).write_bytes(content)
+    print(f"{len(files)} files in {cfg.out}; open report.html")
     return 0
 
 if __name__ == "__main__":
