@@ -8,8 +8,7 @@ number as label is compared exactly, here; a formula (MATH) by math-verify, in w
 time and memory. Text of a model is never evaluated. It must say one value: ranges, lists, '10 or 12', '5:30',
 '80 - 8', half a mixed number are "unparsed", and so are 'about 72', '72!', '> 72', '2 million'. Units are not
 converted: 72% is 72, not 0.72. A reward of your own, function(response, label, question) -> number or bool,
-all three texts, runs in the workers too; what it prints goes to stderr.
-"""
+all three texts, runs in the workers too; what it prints goes to stderr."""
 
 import contextlib
 import dataclasses
@@ -35,37 +34,25 @@ from typing import NamedTuple
 SAID, FORMULA, DIGITS = 200, 1000, 600      # longest answer reported, given to math-verify, read as fraction
 START_S = 120                               # a worker that is not ready by then has failed
 
-
-class Verdict(NamedTuple):
-    reward: float
-    kind: str               # right | wrong | unparsed | error | timeout; the last two judge no response
-    said: str | None        # the marked answer, shortened
-    detail: str | None = None
-
-
 # --------------------------------------------------------------------------------------- the marked answer
 _TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|end_of_text|eot_id)\|>|<end_of_turn>|</s>")
 _BRACE = re.compile(r"\\boxed\s*\{|\\(?!\\boxed).|[{}]", re.DOTALL)         # an escaped brace is no brace
 _BLANK, _INK = re.compile(r"\s*\}"), re.compile(r"[^\s*_:`$\\()\[\]]")
-
 
 def extract_answer(text):
     """What `text` marks as its answer, or None: nothing is marked or the last box is not closed. Marks inside
     <think>...</think> count only when nothing outside marks an answer; a lone </think> ends thinking that the
     prompt began. The time is linear in the length of any text."""
     outside, inside, thinking = [], [], False
-    for piece in re.split(r"(</?think>)", _TURN.sub("\n", text)):
-        if piece == "</think>" and not thinking:
+    pieces = ["</think>", *re.split(r"(</?think>)", _TURN.sub("\n", text))]
+    for tag, piece in zip(pieces[::2], pieces[1::2]):
+        if tag == "</think>" and not thinking:
             inside += outside
             outside = []
-        if piece in ("<think>", "</think>"):
-            thinking = piece == "<think>"
-        else:
-            (inside if thinking else outside).append(piece)
-    parts = "\n".join(outside), "\n".join(inside)
-    tries = (find(part) for part in parts for find in (_last_box, _after_hashes))
+        thinking = tag == "<think>"
+        (inside if thinking else outside).append(piece)
+    tries = (find("\n".join(part)) for part in (outside, inside) for find in (_last_box, _after_hashes))
     return next((answer for marked, answer in tries if marked), None)
-
 
 def _last_box(text):
     """(is there a box?, the content of the last, None if unclosed). An empty box, an echoed instruction, is
@@ -80,16 +67,10 @@ def _last_box(text):
     unclosed = any(is_box and (not last or start > last[0]) for start, is_box in opened)
     return bool(last) or unclosed, text[slice(*last)].strip() if last and not unclosed else None
 
-
 def _after_hashes(text):
     """(is there a '####'?, the rest of its line, else the next line with something on it, else None)."""
-    mark = text.rfind("####")
-    ink = _INK.search(text, mark + 4)
-    if mark < 0 or not ink:
-        return mark >= 0, None
-    start = max(mark + 4, text.rfind("\n", 0, ink.start()) + 1)
-    return True, text[start:].split("\n", 1)[0].strip()
-
+    _, mark, rest = text.rpartition("####")
+    return bool(mark), next((line.strip() for line in rest.split("\n") if mark and _INK.search(line)), None)
 
 # ------------------------------------------------------------------------------------------ exact numbers
 _WRAP = re.compile(r"\\(?:(?:text|math)[a-z]*|boxed|boldsymbol|bm|mbox|emph|underline|operatorname|left|"
@@ -106,14 +87,13 @@ _NUMBER = re.compile(                                           # 3 1/4, 3/4, 1,
 # number; after a _BAD word there (a variable, 'or', 'half') or a _HEDGE the number is a part of what is said.
 _UNIT = re.compile(r"(?:(?<!\s)-|\s?[/·]\s?)?[^\W\d_]+\.?(?:(?:\^\(?-?[0-9]\)?|[23])(?![0-9A-Za-z]))?")
 _CUT = re.compile(r"[.;:。](?=\s|$)|,(?=\s*[^\W\d_]|\s*$)|(?<=[^\W\d_])!|\s[(\[]|—|"
-                  r"\b(?:because|since|which|that|this|as|where)\b", re.I)
+                  r"\b(?:because|since|which|that|this|as|where)\b|\Z", re.I)
 _BAD = re.compile(r"(?<![^\W\d_])(?:(?!a [^\W\d_])(?![mglshdLWVJNCFUS])[A-Za-z\u0391-\u03c9]|(?i:or|not|"
                   r"never|pi|xy|sin|cos|tan|log|ln|squared|cubed|times|plus|minus|point|half|halves|thirds|"
                   r"(?:four|fif|six|eigh|ten)ths|(?:hundred|thousand|(?:m|b|tr)illion)s?|"
                   r"and (?:an?|one|two|three)))(?![^\W\d_])")
 _HEDGE = re.compile(r"[\s.,;:。!—(\[]*(?:(?:or|maybe|perhaps|possibly|alternatively|either|wait|[b-hj-z])"
                     r"(?![^\W\d_])|and\s+\S*[0-9])|[\s.,;:。!—]*[0-9]|\s*[(\[][\s0-9.,/%+-]*[)\]]\W*$", re.I)
-
 
 @lru_cache(maxsize=4096)
 def _ascii(char):
@@ -124,7 +104,6 @@ def _ascii(char):
             "Nd": str(unicodedata.digit(char, ""))}.get(
         "Pd" if char == "−" else unicodedata.category(char), char if kind is None else kind + plain)
 
-
 def _plain(text):
     """`text` without LaTeX, markdown and currency; a command that is not understood keeps its backslash."""
     text = re.sub(r"[^\x00-\x7f]", lambda m: _ascii(m[0]), text).replace("\\!", "").replace("\\%", "%")
@@ -133,19 +112,15 @@ def _plain(text):
     text = _FRAC.sub(lambda m: f" {m[1] or m[2] or ''}/{m[3] or m[4] or ''} ", _WRAP.sub(" ", text))
     return " ".join(text.replace("{", "").replace("}", "").split())
 
-
 def _one(text):
     """Value (Decimal or Fraction) of plain `text` if it says one number, perhaps with units and a comment."""
-    text = text.strip(" *_#\"'“”‘’•")
-    inner = re.fullmatch(r"[(\[]([^()\[\],]*)[)\]]\.?", text)
-    text = inner[1].strip() if inner else text
+    text = re.sub(r"\A[(\[]([^()\[\],]*)[)\]]\.?\Z", r"\1", text.strip(" *_#\"'“”‘’•")).strip()
     found = _NUMBER.match(text, _LEAD.match(text).end())
     if not found:
         return None
     tail = text[found.end():]
-    cut = _CUT.search(tail)
-    units, comment = (tail[:cut.start()], tail[cut.start():]) if cut else (tail, "")
-    if _UNIT.sub("", units).strip(" %°'\"’′″") or _BAD.search(units) or _HEDGE.match(comment):
+    cut = _CUT.search(tail).start()
+    if _UNIT.sub("", tail[:cut]).strip(" %°'\"’′″") or _BAD.search(tail[:cut]) or _HEDGE.match(tail[cut:]):
         return None
     sign, whole, over, under, decimal, power = ((g or "").replace(",", "") for g in found.groups())
     minus = sign not in ("", "+")
@@ -153,11 +128,8 @@ def _one(text):
         return Decimal(f"{'-' * minus}{decimal}e{power or 0}")
     if len(found[0]) > DIGITS or not Fraction(under):
         return None
-    value = Fraction(over) / Fraction(under)
-    if whole and not 0 < value < 1:
-        return None
-    return (value + int(whole or 0)) * (-1) ** minus
-
+    part = Fraction(over) / Fraction(under)
+    return None if whole and not 0 < part < 1 else (int(whole or 0) + part) * (-1) ** minus
 
 def _number(text):
     """The one number that `text` says, or None. Of an equation the sides that are numbers must agree; a name
@@ -165,16 +137,14 @@ def _number(text):
     text = _plain(text)
     value, values = _one(text), []
     for side in text.split("=") if value is None else ():
-        number = _one(side)
         bare = re.sub(r"\\[A-Za-z]+|_\w+|\([^()]*\)|(?<=[0-9 ])x(?= ?[0-9])", "*", side)
         variable = re.search(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])", bare)
-        if number is not None:
+        if (number := _one(side)) is not None:
             values.append(number)
         elif re.search(r"[<>!?≠≈~;|]|^ ?-\D|\b(?:or|not)\b", side) or re.search(r"[0-9]", bare) and (
                 variable or not re.search(r"[-+*/×÷·^]", bare)):
             return None
     return values[0] if values and all(v == values[0] for v in values) else value
-
 
 # ------------------------------------------------------------------------------------------------- labels
 def read_label(label, where=""):
@@ -186,15 +156,14 @@ def read_label(label, where=""):
     try:
         if isinstance(label, bool) or not isinstance(label, (str, int, float, Decimal)):
             raise ValueError("is null" if label is None else f"is a {type(label).__name__}")
-        number = None if isinstance(label, str) else Decimal(label if isinstance(label, int) else str(label))
-        text = label.strip() if number is None else format(number, "f")
-        if "####" in text:
-            return _label(text.rpartition("####")[2].strip())[0], True
-        boxed = "\\boxed" in text
-        return _label(extract_answer(text) or "" if boxed else text)[0], boxed
+        text = label.strip() if isinstance(label, str) else format(
+            Decimal(label if isinstance(label, int) else str(label)), "f")
+        _, hashes, rest = text.rpartition("####")
+        boxed = "\\boxed" in rest
+        answer = rest.strip() if hashes else extract_answer(text) or "" if boxed else text
+        return _label(answer)[0], bool(hashes) or boxed
     except ValueError as error:
         raise ValueError(f"{where}{where and ': '}label {label!r:.80} {error}") from None
-
 
 def read_text(label, where=""):
     """read_label for rewards of your own: any number or text that is not empty, as text, unchanged."""
@@ -202,9 +171,7 @@ def read_text(label, where=""):
         return str(label), False
     raise ValueError(f"{where}{where and ': '}label {label!r:.80} is empty or no text")
 
-
 _NOT_MATH = re.compile(r"[^\W\d_]{3}|\b(?:or|of|to|is|at|in|am|pm|no|on|by|kg|km|cm|mm|N/A)\b|<<|\n")
-
 
 @lru_cache(maxsize=65536)
 def _label(text):
@@ -219,48 +186,23 @@ def _label(text):
             or not re.search(r"\\[A-Za-z]|[\^_+*/=<>(\[|]|[0-9-][A-Za-z]|[A-Za-z] -|, |^[A-Za-z]$", text)
             or not re.search(", |,-", text) and re.fullmatch(r"[0-9+-][0-9\s.,:/+\-–%*x]*", text)):
         raise ValueError("is neither one number nor a formula" if text else "is empty")
-    reply = _shared().ask(text, text, "")
+    reply = _SHARED.ask(text, text, "")
     if not reply.get("value"):
         raise ValueError(f"is no formula that can be read ({reply.get('error', 'math-verify')})")
     return text, None
 
-
 # ----------------------------------------------------------------------------------------------- verdicts
-def grade(response, label):
-    """Verdict of one response. It never raises: a label that cannot be read gives "error", never "wrong"."""
-    return _grade(_shared, response, label)
-
-
-def _grade(grader, response, label):
-    """`grader()` is asked only when the label is a formula that the answer does not repeat literally."""
-    said = extract_answer(response) if isinstance(response, str) else None
-
-    def verdict(kind, detail=None):
-        return Verdict(float(kind == "right"), kind, said and said[:SAID], detail)
-
-    try:
-        text, gold = _label(read_label(label)[0])
-    except ValueError as error:
-        return verdict("error", str(error))
-    if said is None:
-        return verdict("unparsed" if isinstance(response, str) else "error", "no marked answer")
-    value = None if gold is None else _number(said)
-    if value is not None or "".join(said.split()) == "".join(text.split()):
-        return verdict("right" if value == gold else "wrong")
-    if gold is not None or len(said) > FORMULA:
-        return verdict("unparsed", "too long for a formula" if gold is None else "not one number")
-    reply = grader().ask(said, text, "")
-    if "error" in reply:
-        return verdict(reply.get("kind", "error"), reply["error"])
-    return verdict({True: "right", False: "wrong", None: "unparsed"}[reply["value"]])
-
+class Verdict(NamedTuple):
+    reward: float
+    kind: str               # right | wrong | unparsed | error | timeout; the last two judge no response
+    said: str | None        # the marked answer, shortened
+    detail: str | None = None
 
 class Grader(contextlib.AbstractContextManager):
     """Grades batches. Formulas and rewards of your own (`spec` "file.py:function") go to `workers` processes,
     at most `concurrency` responses at a time, each for `timeout_s` seconds and with `memory_gib` above what a
     worker has after loading. A worker that hangs or dies is replaced, its response is "timeout" or "error",
     the others are graded as ever. ValueError when `spec` cannot be loaded."""
-
     def __init__(self, spec="math", workers=4, concurrency=16, timeout_s=5.0, memory_gib=4.0):
         if min(workers, concurrency) < 1 or not min(timeout_s, memory_gib) > 0:
             raise ValueError("workers, concurrency, timeout_s and memory_gib must be positive")
@@ -275,7 +217,6 @@ class Grader(contextlib.AbstractContextManager):
     def close(self, *_):
         for worker in self.workers:
             worker.stop()
-
     __exit__ = close
 
     def ask(self, *job):
@@ -291,27 +232,37 @@ class Grader(contextlib.AbstractContextManager):
         if not len(responses) == len(labels) == len(questions):
             raise ValueError(f"{len(responses)} responses, {len(labels)} labels, {len(questions)} questions")
         with ThreadPoolExecutor(self.concurrency) as threads:
-            return list(threads.map(self._grade_one, responses, labels, questions))
+            return list(threads.map(self.verdict, responses, labels, questions))
 
-    def _grade_one(self, response, label, question):
-        if self.spec == "math":
-            return _grade(lambda: self, response, label)
-        reply = {"value": 0.0} | self.ask(response, str(label), question)
-        kind = reply.get("kind", "error") if "error" in reply else "right" if reply["value"] > 0 else "wrong"
-        said = extract_answer(response)
-        return Verdict(reply["value"], kind, said and said[:SAID], reply.get("error"))
+    def verdict(self, response, label, question=""):
+        """Verdict of one response. It never raises: a label that is no label gives "error", never "wrong"."""
+        said = extract_answer(response) if isinstance(response, str) else None
+        reply = (self._compare(response, said, label) if self.spec == "math" else
+                 self.ask(response, str(label), question))
+        value = reply.get("value")
+        kind = "unparsed" if value is None else "right" if value > 0 else "wrong"
+        return Verdict(float(value or 0), reply.get("kind", "error") if "error" in reply else kind,
+                       said and said[:SAID], reply.get("error"))
 
-
-@lru_cache(maxsize=1)
-def _shared():
-    return Grader(workers=1)                                    # of grade() and read_label()
-
+    def _compare(self, response, said, label):
+        """A reply as of a worker; one is asked only about a formula that `said` does not repeat literally."""
+        try:
+            text, gold = _label(read_label(label)[0])
+        except ValueError as error:
+            return {"error": str(error)}
+        if said is None:
+            return {"kind": "unparsed" if isinstance(response, str) else "error", "error": "no marked answer"}
+        number = None if gold is None else _number(said)
+        if number is not None or "".join(said.split()) == "".join(text.split()):
+            return {"value": number == gold}
+        if gold is not None or len(said) > FORMULA:
+            return dict(kind="unparsed", error="too long for a formula" if gold is None else "not one number")
+        return self.ask(said, text, "")
 
 # ------------------------------------------------------------------------------------------------ workers
 class _Worker:
     """This file as a child process; JSON to and fro. The limit is a kill from outside, which ends any loop in
     any code; the parent needs no signal handler and no fork, so that each of its threads may ask."""
-
     def __init__(self, *settings):
         self.settings, self.process = settings, None            # spec, timeout_s, memory_gib
 
@@ -328,15 +279,12 @@ class _Worker:
 
     def stop(self):
         if self.process:
-            with contextlib.suppress(OSError):                  # with the children of a user's function
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.pipe.close()
+            with contextlib.suppress(OSError), self.process, self.pipe:         # wait for it, close the pipe
+                os.killpg(self.process.pid, signal.SIGKILL)     # with the children of a user's function
             self.process = None
 
     def ask(self, job):
-        """{"value"} or {"error"}, with "kind" when the worker hung or died. It is replaced at once, so that
-        the next batch is as fast as ever."""
+        """{"value"} or {"error"}, with "kind" when the worker hung or died; then it is replaced at once."""
         if not self.process and (error := self.start()):
             return {"error": error}
         with contextlib.suppress(OSError):
@@ -348,13 +296,13 @@ class _Worker:
         return reply
 
     def _reply(self, seconds):
-        try:
-            if self.pipe.poll(seconds):
-                return json.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            return {"kind": "error", "error": "the worker died"}
-        return {"kind": "timeout", "error": f"no verdict within {seconds:g} s"}
+        with contextlib.suppress(EOFError, OSError):
+            return (json.loads(self.pipe.recv_bytes()) if self.pipe.poll(seconds) else
+                    {"kind": "timeout", "error": f"no verdict within {seconds:g} s"})
+        return {"kind": "error", "error": "the worker died"}
 
+_SHARED = Grader(workers=1)             # for labels, too; its process starts with the first formula
+grade = _SHARED.verdict                 # grade(response, label) -> Verdict
 
 def _serve(fd, spec, timeout_s, memory_gib):
     """The worker's side; its first reply says that it is ready. An alarm ends it when the parent is gone."""
@@ -366,7 +314,6 @@ def _serve(fd, spec, timeout_s, memory_gib):
             return {"error": f"{type(error).__name__}: {error}"[:300]}
         finally:
             signal.alarm(0)
-
     pipe, load = Connection(int(fd)), _math_function if spec == "math" else _own_function
     reply = attempt(START_S, load, spec)
     function = reply.pop("value", None)
@@ -378,12 +325,10 @@ def _serve(fd, spec, timeout_s, memory_gib):
             pipe.send_bytes(json.dumps(reply).encode())
             reply = attempt(float(timeout_s) + 5, function, *json.loads(pipe.recv_bytes()))
 
-
 def _own_function(spec):
     path, name = spec.rsplit(":", 1)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     function = runpy.run_path(path)[name]
-
     def reward(*job):
         value = function(*job)
         if not hasattr(value, "__float__") or not math.isfinite(value):
@@ -391,19 +336,16 @@ def _own_function(spec):
         return float(value)
     return reward
 
-
 def _math_function(_spec):
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.parsing import sympy_parser
     logging.disable(logging.CRITICAL)
     config, evaluate = [LatexExtractionConfig(boxed_match_priority=0)], sympy_parser.eval_expr
-
     def guarded(code, *scope):                                  # the only way from text to eval()
         if not re.fullmatch(r"(?:Symbol|Integer|Float) \('?[\w.]+'? \)|\w ", code):
             raise ValueError("text is not evaluated")
         return evaluate(code, *scope)
     sympy_parser.eval_expr = guarded
-
     def reward(said, label, _question):
         gold, value = (parse(f"\\boxed{{{text}}}", config, "no_fallback", parsing_timeout=None)
                        for text in (label, said))
@@ -412,17 +354,12 @@ def _math_function(_spec):
     reward("(x+1)^2", "x^2+2x+1", "")                           # what loads lazily is not on an answer's time
     return reward
 
-
 # ------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
 class Config:
-    file: str
-    """JSONL with {"response", "label"} and perhaps "id" and "question" in a row; '-' reads standard input"""
-    reward: str = "math"
-    """'math', or file.py:function"""
-    timeout_s: float = 5.0
-    """seconds for one formula or call"""
-
+    file: str               # JSONL, rows {"response", "label"}, perhaps "id", "question"; '-': standard input
+    reward: str = "math"    # 'math', or file.py:function
+    timeout_s: float = 5.0  # seconds for one formula or call
 
 def main(cfg):
     with open(0 if cfg.file == "-" else cfg.file, "rb") as lines, Grader(
@@ -430,14 +367,11 @@ def main(cfg):
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-                job = [row.get("response")], [row.get("label")], [row.get("question", "")]
+                job = row.get("response"), row.get("label"), row.get("question", "")
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{cfg.file}:{number}: no JSON object ({error})") from None
-            verdict = grader.grade(*job)[0]
-            print(json.dumps({k: row[k] for k in ("id",) if k in row} | {
-                "reward": verdict.reward, "verdict": verdict.kind, "said": verdict.said,
-                "detail": verdict.detail}, allow_nan=False), flush=True)
-
+            verdict = dict(zip(("reward", "verdict", "said", "detail"), grader.verdict(*job)))
+            print(json.dumps({k: row[k] for k in ("id",) if k in row} | verdict, allow_nan=False), flush=True)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
