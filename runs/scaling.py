@@ -38,7 +38,6 @@ def head(device, cases, count=1024, vocab=151936):
 if __name__ == "__main__":
     cfg, cases = bench.cli.parse(Config, __doc__), []
     device = bench.distributed.pick_device(cfg.device)
-    head(device, cases)
     for layers, hidden in ((4, 128), (4, 256), (8, 256)):
         model = Qwen3(ModelConfig.from_dict(bench.SIZES["tiny"] | {
             "model_type": "qwen3", "rope_theta": 1e6, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
@@ -54,6 +53,7 @@ if __name__ == "__main__":
             bench.show(cases, f"{layers} x {hidden}: {count} x {length}, K {k}", "tok/s",
                        count * length / seconds, us_per_token=1e6 * seconds / len(batch.tokens),
                        mib=bench.peak_mib(device, run))
+    head(device, cases)
     if cfg.json:
         about = {"what": "scaling", "device": device.type, "torch": torch.__version__}
         Path(cfg.json).write_text(json.dumps(about | {"cases": cases}, indent=2), encoding="utf-8")
