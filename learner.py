@@ -8,7 +8,7 @@
 Micro-batches hold up to `max_tokens_per_device` tokens without padding, a prompt shared by K responses once.
 The loss is a mean over the responses of all ranks (`total`), so its gradient is the same for every budget,
 order and number of ranks. Gradients synchronize once per update. `learner` is the DDP-wrapped `model` under
-torchrun, else the same. Shapes: B responses of this rank, T positions; mask[b,t] = 1 iff the policy sampled it.
+torchrun, else the same. B responses of this rank, T positions; mask[b,t] = 1 iff the policy sampled it.
 """
 
 import contextlib
@@ -144,7 +144,7 @@ def make_optimizer(model, cfg):
     return torch.optim.AdamW(groups, **options)
 
 def update_minibatches(step, count, cfg):
-    """Global response indices of each update of a rollout: all of them, or seeded mini-batches every epoch."""
+    """Global response indices of each update of a rollout: all, or seeded mini-batches every epoch."""
     for epoch in range(cfg.epochs):
         if cfg.updates_per_rollout == 1:
             yield set(range(count))

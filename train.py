@@ -388,12 +388,12 @@ def banner(cfg, config, device, folder, longest, problems):
         f"on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
         f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
-        f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens in a context of "
-        f"{config.max_position_embeddings}")
+        f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens in a context "
+        f"of {config.max_position_embeddings}")
 
 def build(cfg, device):
     """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
-    read = reward.read_label if cfg.reward == "math" else reward.read_text      # an own function, its own labels
+    read = reward.read_label if cfg.reward == "math" else reward.read_text
     keys = cfg.question_key, cfg.answer_key, read
     problems = data.load_problems(cfg.train_data, *keys, split="train")
     tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else None
