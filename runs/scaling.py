@@ -27,8 +27,9 @@ class Config:
 
 def head(device, cases, count=1024, vocab=151936):
     """Extra memory of the chunked log-probs and of the gradient of the hidden states; peer: fp32 logits."""
-    h = torch.randn(count, 1024, device=device).bfloat16().requires_grad_()
-    weight = (torch.randn(vocab, 1024, device=device) * 0.02).bfloat16()
+    dtype = bench.distributed.compute_dtype("auto", device)
+    h = torch.randn(count, 1024, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocab, 1024, device=device, dtype=dtype) * 0.02
     targets = torch.randint(0, vocab, (count,), device=device)
     extra = bench.peak_mib(device, lambda: token_logp(h, weight, targets)[0].sum().backward())
     bench.show(cases, f"head {count:,} x {vocab:,}, extra (peer: logits)",
