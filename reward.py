@@ -4,11 +4,10 @@ r"""Rewards: find the answer that a response marks, compare it exactly, tell wro
     python reward.py responses.jsonl --reward mine.py:score
 
 Marked is the last \boxed{...}, without a box what follows the last '####' (docs/algorithms.md, "Rewards"). A
-number as label is compared exactly, here; a formula (MATH) by math-verify, in worker processes with limits of
-time and memory. Text of a model is never evaluated. It must say one value: ranges, lists, '10 or 12', '5:30',
-'80 - 8', half a mixed number are "unparsed", and so are 'about 72', '72!', '> 72', '2 million'. Units are not
-converted: 72% is 72, not 0.72. A reward of your own, function(response, label, question) -> number or bool,
-all three texts, runs in the workers too; what it prints goes to stderr."""
+number is compared exactly, here; a formula (MATH) by math-verify, in worker processes with limits of time and
+memory. Text of a model is never evaluated. It must say one value: '5-7', '10 or 12', '5:30', '80 - 8', 'about
+72', '72!', '> 72', '2 million' are "unparsed". Units are not converted: 72% is 72, not 0.72. A reward of your
+own, function(response, label, question) (texts) -> number or bool, runs there too and prints on stderr."""
 
 import contextlib
 import dataclasses
@@ -40,9 +39,8 @@ _BRACE = re.compile(r"\\boxed\s*\{|\\(?!\\boxed).|[{}]", re.DOTALL)         # an
 _BLANK, _INK = re.compile(r"\s*\}"), re.compile(r"[^\s*_:`$\\()\[\]]")
 
 def extract_answer(text):
-    """What `text` marks as its answer, or None: nothing is marked or the last box is not closed. Marks inside
-    <think>...</think> count only when nothing outside marks an answer; a lone </think> ends thinking that the
-    prompt began. The time is linear in the length of any text."""
+    """The marked answer; None without a mark or if the last box is not closed. Linear time. Text in
+    <think>...</think> counts only when nothing else is marked; a lone </think> ends what the prompt began."""
     outside, inside, thinking = [], [], False
     pieces = ["</think>", *re.split(r"(</?think>)", _TURN.sub("\n", text))]
     for tag, piece in zip(pieces[::2], pieces[1::2]):
@@ -72,7 +70,7 @@ def _after_hashes(text):
     _, mark, rest = text.rpartition("####")
     return bool(mark), next((line.strip() for line in rest.split("\n") if mark and _INK.search(line)), None)
 
-# ------------------------------------------------------------------------------------------ exact numbers
+# ------------------------------------------------------------------------------------exact numbers, labels
 _WRAP = re.compile(r"\\(?:(?:text|math)[a-z]*|boxed|boldsymbol|bm|mbox|emph|underline|operatorname|left|"
                    r"right|displaystyle|q?quad|pounds|euro)(?![a-z])|\\[\\()\[\]$,;: ]|[$`]|(?<=[\w%])~|\*\*")
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
@@ -104,16 +102,8 @@ def _ascii(char):
             "Nd": str(unicodedata.digit(char, ""))}.get(
         "Pd" if char == "−" else unicodedata.category(char), char if kind is None else kind + plain)
 
-def _plain(text):
-    """`text` without LaTeX, markdown and currency; a command that is not understood keeps its backslash."""
-    text = re.sub(r"[^\x00-\x7f]", lambda m: _ascii(m[0]), text).replace("\\!", "").replace("\\%", "%")
-    text = re.sub(r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))", ",", text)    # 1\,800
-    text = re.sub(r"\^?\s?\{?(?:°|\\(?:circ|degree)(?![a-z]))\}?", "°", text)
-    text = _FRAC.sub(lambda m: f" {m[1] or m[2] or ''}/{m[3] or m[4] or ''} ", _WRAP.sub(" ", text))
-    return " ".join(text.replace("{", "").replace("}", "").split())
-
 def _one(text):
-    """Value (Decimal or Fraction) of plain `text` if it says one number, perhaps with units and a comment."""
+    """Decimal or Fraction if `text`, without LaTeX, says one number, perhaps with units and a comment."""
     text = re.sub(r"\A[(\[]([^()\[\],]*)[)\]]\.?\Z", r"\1", text.strip(" *_#\"'“”‘’•")).strip()
     found = _NUMBER.match(text, _LEAD.match(text).end())
     if not found:
@@ -134,34 +124,35 @@ def _one(text):
 def _number(text):
     """The one number that `text` says, or None. Of an equation the sides that are numbers must agree; a name
     ('x', 'f(2)') or a calculation without variables ('8 boxes * 9') may stand beside them."""
-    text = _plain(text)
+    text = re.sub(r"[^\x00-\x7f]", lambda m: _ascii(m[0]), text).replace("\\!", "").replace("\\%", "%")
+    text = re.sub(r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))", ",", text)    # 1\,800
+    text = re.sub(r"\^?\s?\{?(?:°|\\(?:circ|degree)(?![a-z]))\}?", "°", text)
+    text = _FRAC.sub(lambda m: f" {m[1] or m[2] or ''}/{m[3] or m[4] or ''} ", _WRAP.sub(" ", text))
+    text = " ".join(text.replace("{", "").replace("}", "").split())         # unknown commands keep their \
     value, values = _one(text), []
     for side in text.split("=") if value is None else ():
         bare = re.sub(r"\\[A-Za-z]+|_\w+|\([^()]*\)|(?<=[0-9 ])x(?= ?[0-9])", "*", side)
-        variable = re.search(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])", bare)
         if (number := _one(side)) is not None:
             values.append(number)
         elif re.search(r"[<>!?≠≈~;|]|^ ?-\D|\b(?:or|not)\b", side) or re.search(r"[0-9]", bare) and (
-                variable or not re.search(r"[-+*/×÷·^]", bare)):
+                re.search(r"(?<![^\W\d_])[A-Za-z](?![^\W\d_])", bare) or not re.search(r"[-+*/×÷·^]", bare)):
             return None
     return values[0] if values and all(v == values[0] for v in values) else value
 
-# ------------------------------------------------------------------------------------------------- labels
 def read_label(label, where=""):
-    r"""(canonical text of `label`, was it cut out of a rationale '... #### 72' or '... \boxed{72}'?).
-
-    A label is a number (72, 72.0, '$1,800' -> '1800', '3 1/4' -> '13/4', '72%' -> '72') or a formula that
-    math-verify reads (LaTeX, an expression, an interval, 1, 2). Words, sentences, ranges, times, bool, list
-    and empty labels are a ValueError, one line that begins with `where` (words: see read_text)."""
+    r"""(canonical text of `label`, was it cut out of a rationale '... #### 72' or '... \boxed{72}'?). It is a
+    number (72, 72.0, '$1,800' -> '1800', '3 1/4' -> '13/4', '72%' -> '72') or a formula for math-verify
+    (LaTeX, an expression, an interval, 1, 2). ValueError, one line that begins with `where`: words (see
+    read_text), sentences, ranges, times, bool, list, an empty label."""
     try:
         if isinstance(label, bool) or not isinstance(label, (str, int, float, Decimal)):
             raise ValueError("is null" if label is None else f"is a {type(label).__name__}")
         text = label.strip() if isinstance(label, str) else format(
             Decimal(label if isinstance(label, int) else str(label)), "f")
-        _, hashes, rest = text.rpartition("####")
-        boxed = "\\boxed" in rest
-        answer = rest.strip() if hashes else extract_answer(text) or "" if boxed else text
-        return _label(answer)[0], bool(hashes) or boxed
+        if "####" in text:
+            return _label(text.rpartition("####")[2].strip())[0], True
+        boxed = "\\boxed" in text
+        return _label(extract_answer(text) or "" if boxed else text)[0], boxed
     except ValueError as error:
         raise ValueError(f"{where}{where and ': '}label {label!r:.80} {error}") from None
 
@@ -171,23 +162,20 @@ def read_text(label, where=""):
         return str(label), False
     raise ValueError(f"{where}{where and ': '}label {label!r:.80} is empty or no text")
 
-_NOT_MATH = re.compile(r"[^\W\d_]{3}|\b(?:or|of|to|is|at|in|am|pm|no|on|by|kg|km|cm|mm|N/A)\b|<<|\n")
-
 @lru_cache(maxsize=65536)
 def _label(text):
     """(canonical text, its number or None for a formula). A label has no comment: at most four words."""
     sentence = len(text.split()) > 4 or re.search(r"[^\W\d_]{2}\.$|[\n:;]| \(", text)
-    value = None if sentence else _number(text)
-    if value is not None:
+    if not sentence and (value := _number(text)) is not None:
         shown = str(value) if isinstance(value, Fraction) else format(value, "f")
         return (shown.rstrip("0").rstrip(".") if "." in shown else shown) if value else "0", value
     bare = re.sub(r"\\(?:text|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|sqrt|sin|cos|tan|log", " ", text)
-    if (len(text) > FORMULA or _NOT_MATH.search(bare)
+    if (len(text) > FORMULA
+            or re.search(r"[^\W\d_]{3}|\b(?:or|of|to|is|at|in|am|pm|no|on|by|kg|km|cm|mm|N/A)\b|<<|\n", bare)
             or not re.search(r"\\[A-Za-z]|[\^_+*/=<>(\[|]|[0-9-][A-Za-z]|[A-Za-z] -|, |^[A-Za-z]$", text)
             or not re.search(", |,-", text) and re.fullmatch(r"[0-9+-][0-9\s.,:/+\-–%*x]*", text)):
         raise ValueError("is neither one number nor a formula" if text else "is empty")
-    reply = _SHARED.ask(text, text, "")
-    if not reply.get("value"):
+    if not (reply := _SHARED.ask(text, text, "")).get("value"):
         raise ValueError(f"is no formula that can be read ({reply.get('error', 'math-verify')})")
     return text, None
 
@@ -199,10 +187,9 @@ class Verdict(NamedTuple):
     detail: str | None = None
 
 class Grader(contextlib.AbstractContextManager):
-    """Grades batches. Formulas and rewards of your own (`spec` "file.py:function") go to `workers` processes,
-    at most `concurrency` responses at a time, each for `timeout_s` seconds and with `memory_gib` above what a
-    worker has after loading. A worker that hangs or dies is replaced, its response is "timeout" or "error",
-    the others are graded as ever. ValueError when `spec` cannot be loaded."""
+    """Grades batches, `concurrency` responses at a time. Formulas and rewards of your own (`spec`; ValueError
+    if it cannot be loaded) go to `workers` processes, each for `timeout_s`, with `memory_gib` above what it
+    has after loading. One that hangs or dies is replaced; only its response is "timeout" or "error"."""
     def __init__(self, spec="math", workers=4, concurrency=16, timeout_s=5.0, memory_gib=4.0):
         if min(workers, concurrency) < 1 or not min(timeout_s, memory_gib) > 0:
             raise ValueError("workers, concurrency, timeout_s and memory_gib must be positive")
@@ -266,13 +253,12 @@ class _Worker:
     def __init__(self, *settings):
         self.settings, self.process = settings, None            # spec, timeout_s, memory_gib
 
-    def start(self):
-        """Starts the process; returns what went wrong."""
+    def start(self):                                            # returns what went wrong
         self.pipe, theirs = Pipe()
-        command = [sys.executable, os.path.abspath(__file__), "--worker", theirs.fileno(), *self.settings]
-        self.process = subprocess.Popen([*map(str, command)], pass_fds=[theirs.fileno()], stdout=2,
-                                        stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
+        with theirs:
+            command = [sys.executable, os.path.abspath(__file__), "--worker", theirs.fileno(), *self.settings]
+            self.process = subprocess.Popen([*map(str, command)], pass_fds=[theirs.fileno()], stdout=2,
+                                            stdin=subprocess.DEVNULL, start_new_session=True)
         if error := self._reply(START_S).get("error"):
             self.stop()
             return f"reward {self.settings[0]!r}: {error}"
@@ -314,8 +300,8 @@ def _serve(fd, spec, timeout_s, memory_gib):
             return {"error": f"{type(error).__name__}: {error}"[:300]}
         finally:
             signal.alarm(0)
-    pipe, load = Connection(int(fd)), _math_function if spec == "math" else _own_function
-    reply = attempt(START_S, load, spec)
+    pipe = Connection(int(fd))
+    reply = attempt(START_S, _math_function if spec == "math" else _own_function, spec)
     function = reply.pop("value", None)
     with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as pages:       # where it exists
         limit = int(pages.read().split()[0]) * resource.getpagesize() + int(float(memory_gib) * 2 ** 30)
@@ -354,7 +340,6 @@ def _math_function(_spec):
     reward("(x+1)^2", "x^2+2x+1", "")                           # what loads lazily is not on an answer's time
     return reward
 
-# ------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
 class Config:
     file: str               # JSONL, rows {"response", "label"}, perhaps "id", "question"; '-': standard input
