@@ -25,7 +25,7 @@ class Config:
     json: str = ""      # also write the cases there
 
 
-def head(device, cases, count=1024, vocab=151936):
+def head(device, cases, count, vocab=151936):
     """Extra memory of the chunked log-probs and of the gradient of the hidden states; peer: fp32 logits."""
     dtype = bench.distributed.compute_dtype("auto", device)
     h = torch.randn(count, 1024, device=device, dtype=dtype).requires_grad_()
@@ -54,7 +54,7 @@ if __name__ == "__main__":
             bench.show(cases, f"{layers} x {hidden}: {count} x {length}, K {k}", "tok/s",
                        count * length / seconds, us_per_token=1e6 * seconds / len(batch.tokens),
                        mib=bench.peak_mib(device, run))
-    head(device, cases)
+    head(device, cases, 4096 if device.type == "cuda" else 256)
     if cfg.json:
         about = {"what": "scaling", "device": device.type, "torch": torch.__version__}
         Path(cfg.json).write_text(json.dumps(about | {"cases": cases}, indent=2), encoding="utf-8")
