@@ -2,11 +2,12 @@
 
 `model.py` is the model; this is the same function for one-token queries, where the cost is reading weights
 and starting kernels. Weights change only in `refresh`, after each optimizer step; the embedding is the
-model's own. Letters in shapes: n rows, H query heads, G key/value heads, D head size, E hidden size, V vocabulary,
-T cache columns. flash-attn's kernel over a cache has not run on a GPU yet.
+model's own. Letters in shapes: n rows, H query heads, G key/value heads, D head size, E hidden size,
+V vocabulary, T cache columns. flash-attn's kernel over a cache has not run on a GPU yet.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -21,47 +22,52 @@ except ImportError:
 
 def fused_weights(model, vocab_limit, chunk, dtype):
     """Yields 7 tensors a layer, the last norm, the head. q, k, v are one product, gate and up one. The rows
-    of q and k are interleaved (i, i + D/2), so that the rotation is one complex product (scores do not see
-    the order). Norm weights are fp32 and take in sqrt(width): the mean of squares becomes a sum."""
+    of q and k are interleaved (i, i + D/2), so that the rotation is one complex product (scores do not see the
+    order). Norm weights take in sqrt(width): the mean of squares becomes a sum. In fp32 they are part of the
+    product that follows; in 16 bits that would round differently from the learner."""
     c, pairs = model.config, torch.arange(model.config.head_dim).view(2, -1).T.reshape(-1)
-
-    def rows(*parts):
-        return torch.cat([part.weight for part in parts]).to(dtype)
 
     def norm(module):
         return module.weight.float() * len(module.weight) ** 0.5
 
+    def rows(*parts, after=None):
+        w = torch.cat([part.weight for part in parts])
+        return (w * norm(after) if after and dtype == torch.float32 else w).to(dtype)
+
     for layer in model.model.layers:
-        a, m = layer.self_attn, layer.mlp
-        qk = rows(a.q_proj, a.k_proj).unflatten(0, (-1, c.head_dim))[:, pairs].flatten(0, 1)
-        yield norm(layer.input_layernorm)                                                           # [E]
-        yield torch.cat([qk, rows(a.v_proj)])                                                # [(H+2G)*D, E]
-        yield torch.cat([norm(x)[pairs].expand(heads, -1) for x, heads in                          # [H+G, D]
-                         ((a.q_norm, c.num_attention_heads), (a.k_norm, c.num_key_value_heads))])
+        a, m, pre, post = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+        qk = rows(a.q_proj, a.k_proj, after=pre).unflatten(0, (-1, c.head_dim))[:, pairs].flatten(0, 1)
+        yield norm(pre)                                                                             # [E]
+        yield torch.cat([qk, rows(a.v_proj, after=pre)])                                     # [(H+2G)*D, E]
+        yield torch.cat([norm(x)[pairs].expand(1, heads, -1) for x, heads in                     # [1,H+G,D]
+                         ((a.q_norm, c.num_attention_heads), (a.k_norm, c.num_key_value_heads))], 1)
         yield rows(a.o_proj)
-        yield norm(layer.post_attention_layernorm)
-        yield rows(m.gate_proj, m.up_proj)
+        yield norm(post)
+        yield rows(m.gate_proj, m.up_proj, after=post)
         yield rows(m.down_proj)
     yield norm(model.model.norm)
     # logits are fp32 products of operands in `dtype`, as in the learner; on CPU of operands widened before
-    head = F.pad(model.head_weight[:vocab_limit].to(dtype), (0, 0, 0, -vocab_limit % chunk))
-    yield head if head.is_cuda else head.float()
+    head = model.head_weight[:vocab_limit]
+    head = head * norm(model.model.norm) if dtype == torch.float32 else head.to(dtype)
+    yield F.pad(head if head.is_cuda else head.float(), (0, 0, 0, -vocab_limit % chunk))
 
 
-def packed(w):
-    """w in oneDNN's own layout where that pays: up to twice as fast on CPU, except for small fp32 weights."""
+def laid_out(w):
+    """Matrices for `product`: in oneDNN's own layout where that pays (up to twice as fast on CPU, but not for
+    small fp32 weights), else transposed."""
     if w.is_cpu and w.ndim == 2 and (w.dtype != torch.float32 or w.numel() >= 2 ** 16):
         with contextlib.suppress(AttributeError, RuntimeError):         # no such op, or not for this dtype
             return torch.ops.mkldnn._reorder_linear_weight(w, 64)
-    return w
+    return w.t() if w.ndim == 2 else w
 
 
-def product(x, w, residual=None):
-    """x [n,in] @ w^T, plus `residual`, which may be overwritten."""
-    if w.is_mkldnn:
-        op = torch.ops.mkldnn._linear_pointwise
-        return op(x, w, None, "none", [], "") if residual is None else op.binary(x, residual, w, None, "add")
-    return F.linear(x, w) if residual is None else residual.addmm_(x, w.t())
+def product(x, w, residual=None, out=None):
+    """x [n,in] @ w, into `out` when given, plus `residual` when given, which may be overwritten."""
+    if not w.is_mkldnn:
+        return torch.mm(x, w, out=out) if residual is None else residual.addmm_(x, w)
+    op = torch.ops.mkldnn._linear_pointwise
+    y = op(x, w, None, "none", [], "") if residual is None else op.binary(x, residual, w, None, "add")
+    return y if out is None else out.copy_(y)
 
 
 class Fused:
@@ -71,8 +77,8 @@ class Fused:
     def __init__(self, model, vocab_limit, dtype):
         c, device = model.config, model.head_weight.device
         self.model, self.dtype = model, dtype
-        self.vocab_limit, self.chunk = vocab_limit, int(vocab_limit ** 0.5)
-        self.split = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
+        self.vocab_limit, self.chunk = vocab_limit, 1 << vocab_limit.bit_length() // 2
+        self.heads, self.groups, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.eps = [torch.tensor((width * c.rms_norm_eps) ** 0.5, device=device)
                     for width in (c.hidden_size, c.head_dim)]
         self.flash = model.head_weight.is_cuda and dtype != torch.float32 and flash_attn_with_kvcache
@@ -84,61 +90,84 @@ class Fused:
     @torch.inference_mode()
     def refresh(self):
         """Takes over the model's current weights, on CUDA in place, so that captured graphs stay valid."""
-        fresh = fused_weights(self.model, self.vocab_limit, self.chunk, self.dtype)
+        fresh = map(laid_out, fused_weights(self.model, self.vocab_limit, self.chunk, self.dtype))
         if self.weights and self.model.head_weight.is_cuda:
             for old, new in zip(self.weights, fresh, strict=True):
                 old.copy_(new)
             return
-        *layers, self.final, self.head = self.weights = [packed(w) for w in fresh]
+        *layers, self.final, self.head = self.weights = list(fresh)
         self.layers = [layers[i:i + 7] for i in range(0, len(layers), 7)]
 
     def embed(self, tokens):
         return self.model.model.embed_tokens.weight.index_select(0, tokens).to(self.dtype)
 
     def norm(self, x, weight):
-        """RMSNorm as x / sqrt(|x|^2 + E eps) * (sqrt(E) w): four small kernels, fp32 inside."""
-        size = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(self.eps[0])
-        return torch.div(x, size).mul_(weight).to(self.dtype)
+        """RMSNorm as x / sqrt(|x|^2 + E eps) * (sqrt(E) w): few small kernels, fp32 inside."""
+        y = torch.div(x, torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(self.eps[0]))
+        return y if self.dtype == torch.float32 else y.mul_(weight).to(self.dtype)
 
-    def block(self, layer, x, cis, attend, keep=slice(None)):
-        """x [n,E] may be overwritten; cis [n,1,D/2] complex; attend(qkv [n,H+2G,D] with q and k rotated) ->
-        [n,H*D]; the rows `keep` go on after it."""
+    def scratch(self, n):
+        """Memory for q, k, v of n rows and every view of it that `block` needs: views cost as much as small
+        kernels. -> qkv [n,(H+2G)*D], q and k in fp32 [n,H+G,D], q [n,H,D], k [n,G,D], k and v [n,2G,D]"""
+        h, g, d = self.heads, self.groups, self.head_dim
+        device, wide = self.model.head_weight.device, self.dtype != torch.float32
+        qkv, q = (torch.empty(n, heads, d, dtype=self.dtype, device=device) for heads in (h + 2 * g, h))
+        qk = torch.empty(n, h + g, d, device=device) if wide else qkv[:, :h + g]
+        pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)))
+        q_pairs = pairs[:, :h] if wide else torch.view_as_complex(q.unflatten(-1, (-1, 2)))
+        return SimpleNamespace(
+            qkv=qkv.flatten(1), narrow=qkv[:, :h + g] if wide else None, qk=qk, q=q, kv=qkv[:, h:],
+            k=qkv[:, h:h + g], v=qkv[:, h + g:], pairs=(pairs[:, :h], pairs[:, h:], q_pairs))
+
+    def block(self, layer, x, cis, s, attend, keep=None):
+        """x [n,E] may be overwritten; cis [n,1,D/2] complex; s from `scratch`; attend() -> [n,H*D] from the q,
+        k and v that it finds there, rotated; the rows `keep` go on after it."""
         pre, w_qkv, head_norm, w_out, post, w_gate_up, w_down = layer
-        qkv = product(self.norm(x, pre), w_qkv).view(len(x), sum(self.split), -1)
-        qk = qkv[:, :-self.split[2]]
-        y = qk.float()                                                      # fp32 stays the same memory
-        y.div_(torch.linalg.vector_norm(y, 2, -1, True).hypot_(self.eps[1])).mul_(head_norm)
-        torch.view_as_complex(y.unflatten(-1, (-1, 2))).mul_(cis)
-        if y.dtype != qkv.dtype:
-            qk.copy_(y)
-        x = product(attend(qkv)[keep], w_out, x[keep])
+        product(self.norm(x, pre), w_qkv, out=s.qkv)
+        if s.narrow is not None:
+            s.qk.copy_(s.narrow)
+        s.qk.div_(torch.linalg.vector_norm(s.qk, 2, -1, True).hypot_(self.eps[1])).mul_(head_norm)
+        q, k, rotated = s.pairs
+        torch.mul(q, cis, out=rotated)
+        k.mul_(cis)
+        if s.narrow is not None:
+            s.q.copy_(s.qk[:, :self.heads])
+            s.k.copy_(s.qk[:, self.heads:])
+        y = attend()
+        if keep is not None:
+            x, y = x[keep], y[keep]
+        x = product(y, w_out, x)
         gate, up = product(self.norm(x, post), w_gate_up).chunk(2, -1)
         return product(F.silu(gate).mul_(up), w_down, x)
 
     def logits(self, x):
         """x [n,E] -> fp32 [n,V'], -inf from vocab_limit to the end of its chunk."""
         h = self.norm(x, self.final)
-        logits = product(h.float(), self.head) if h.is_cpu else matmul_fp32(h, self.head.t())
+        logits = product(h.float(), self.head) if h.is_cpu else matmul_fp32(h, self.head)
         if logits.shape[1] > self.vocab_limit:
             logits[:, self.vocab_limit:] = -torch.inf
         return logits
 
     def mask(self, position, columns):
         """0 up to each row's position, -inf behind it: [n,1,T], or [n*G,1,T] for the batched products."""
-        last = position.repeat_interleave(self.split[1]) if self.products else position
-        seen = torch.arange(columns, device=position.device) <= last[:, None, None]
+        last = position[:, None].expand(-1, self.groups) if self.products else position
+        seen = torch.arange(columns, device=position.device) <= last.reshape(-1, 1, 1)
         return torch.where(seen, 0.0, -torch.inf).to(self.dtype)
 
+    def cached(self, k, v):
+        """Keys and values [n,G,T,D] in the shapes that `attend` wants."""
+        return (k.flatten(0, 1).mT, v.flatten(0, 1)) if self.products else (k, v)
+
     def attend(self, q, k, v, mask, position):
-        """One query a row over its cache: q [n,H,D]; k, v [n,G,T,D] -> [n,H*D]. The H/G query heads of a key
-        head act as that many queries."""
-        n, g, _, d = k.shape
-        if self.flash:
+        """One query a row over its cache: q [n,H,D]; k, v from `cached` -> [n,H*D]. The H/G query heads of a
+        key head act as that many queries."""
+        if self.products:
+            scores = torch.baddbmm(mask, q.view(len(k), -1, self.head_dim), k, alpha=self.head_dim ** -0.5)
+            out = torch.bmm(torch.softmax(scores, -1, out=scores), v)
+        elif self.flash:
             length = (position + 1).int()
             out = self.flash(q[:, None], k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=length)
-        elif self.products:
-            scores = torch.baddbmm(mask, q.reshape(n * g, -1, d), k.flatten(0, 1).mT, alpha=d ** -0.5)
-            out = torch.bmm(torch.softmax(scores, -1, out=scores), v.flatten(0, 1))
         else:
-            out = F.scaled_dot_product_attention(q.reshape(n, g, -1, d), k, v, attn_mask=mask[:, None])
-        return out.view(n, -1)
+            q = q.unflatten(1, (self.groups, -1))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        return out.view(len(q), -1)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ import torch.nn.functional as F
 
 from fused import Fused
 from model import Qwen3, attention, load_model, local_folder, pack, rope_tables
+
+
+BELOW_ONE = 1 - 2.0 ** -52          # the largest u for which u * total always rounds to less than the total
 
 
 # ------------------------------------------------------------------------------------------ requests, results
@@ -58,26 +62,23 @@ def uniforms(seed, step, row, sample, count):
     """The first `count` draws in [0, 1) of one response. Philox is a counter-based generator: (seed, step) is
     its key and (row, sample) the upper half of its counter, so no two responses share a stream."""
     bits = np.random.Philox(counter=[0, 0, row, sample], key=[seed, step])
-    return np.random.Generator(bits).random(count)
+    return np.minimum(np.random.Generator(bits).random(count), BELOW_ONE)
 
 
 # --------------------------------------------------------------------------------------------- picking tokens
-BELOW_ONE = 1 - 2.0 ** -52
-
-
-def inverse_cdf(p, u, block, limit):
-    """First id whose cumulative probability exceeds u * total. p [n,V] fp32 with V a multiple of `block` and
-    p = 0 from `limit` on, u [n,1] float64 -> [n,1]. Two levels, so that V is read once: float64 sums of
-    blocks, then inside the chosen block. An id with p = 0 never moves a cumulative sum and so is never the
-    first to exceed anything; the target stays below the total. Only NaN can reach the clamps."""
-    blocks = p.view(p.shape[0], -1, block)
-    cum = blocks.sum(-1, dtype=torch.float64).cumsum_(-1)                                     # [n, V/block]
-    target = torch.minimum(cum[:, -1:] * u, cum[:, -1:] * BELOW_ONE)
-    b = torch.searchsorted(cum, target, right=True).clamp_(max=cum.shape[1] - 1)
-    inside = blocks.gather(1, b[:, :, None].expand(-1, -1, block))[:, 0].cumsum(-1, dtype=torch.float64)
-    target -= F.pad(cum, (1, 0)).gather(1, b)
+def inverse_cdf(p, u, chunk, limit):
+    """First id whose cumulative probability exceeds u * total. p [n,V] fp32, V a multiple of `chunk`, p = 0
+    from `limit` on; u [n,1] float64, at most BELOW_ONE -> [n,1]. Two levels, so that V is read once: float64
+    sums of chunks, then inside the chosen chunk. An id with p = 0 never moves a cumulative sum and so is never
+    the first to exceed anything; the target stays below the total. Only NaN can reach the clamps."""
+    chunks = p.view(p.shape[0], -1, chunk)
+    cum = chunks.sum(-1, dtype=torch.float64).cumsum_(-1)                                     # [n, V/chunk]
+    target = cum[:, -1:] * u
+    c = torch.searchsorted(cum, target, right=True).clamp_(max=cum.shape[1] - 1)
+    inside = chunks.gather(1, c[:, :, None].expand(-1, -1, chunk))[:, 0].cumsum(-1, dtype=torch.float64)
+    target -= F.pad(cum, (1, 0)).gather(1, c)
     torch.minimum(target, inside[:, -1:] * BELOW_ONE, out=target)
-    return torch.searchsorted(inside, target, right=True).add_(b, alpha=block).clamp_(max=limit - 1)
+    return torch.searchsorted(inside, target, right=True).add_(c, alpha=chunk).clamp_(max=limit - 1)
 
 
 def truncate(p, top_k, top_p):
@@ -149,38 +150,49 @@ class Sampler:
                                                for t in (torch.int64, torch.float32, torch.float64))
 
     # ---- the two halves of a step, on rows [:n] of static buffers
+    def _rows(self, n):
+        """Views of what belongs to slots [:n], made once: a view costs as much as a small kernel."""
+        if n not in self.views:
+            state = self.state[:, :n]
+            self.views[n] = SimpleNamespace(
+                hidden=self.hidden[:n], token=self.token[:n], live=self.live[:n], state=state, position=state[0],
+                cell=state[1], options=self.options[:, :n].unbind(), first_cell=self.first_cell[:n],
+                scratch=self.fused.scratch(n))
+        return self.views[n]
+
     def _pick(self, n, scaled, greedy, truncated):
         """hidden [n,E] -> the next token and its log-prob, written to `token` and to the row's cell."""
-        logits, cell = self.fused.logits(self.hidden[:n]), self.state[1, :n]    # [n,V']
-        temperature, top_k, top_p = self.options[:, :n]
+        rows = self._rows(n)
+        logits = self.fused.logits(rows.hidden)                                                     # [n,V']
+        temperature, top_k, top_p = rows.options
         if scaled:
             logits.div_(torch.where(temperature > 0, temperature, 1))
         p = logits.softmax(-1)
         kept = truncate(p, top_k, top_p) if truncated else p
-        token = inverse_cdf(kept, self.noise[cell][:, None], self.fused.chunk, self.vocab_limit)  # [n,1]
+        u = self.noise.index_select(0, rows.cell)[:, None]
+        token = inverse_cdf(kept, u, self.fused.chunk, self.vocab_limit)                            # [n,1]
         if greedy:
             token = torch.where(temperature > 0, token, logits.argmax(-1, keepdim=True))
-        self.logps.index_copy_(0, cell, p.gather(1, token).log_()[:, 0])
-        self.tokens.index_copy_(0, cell, token[:, 0])
-        self.token[:n] = token[:, 0]
+        self.logps.index_copy_(0, rows.cell, p.gather(1, token).log_().view(-1))
+        token = rows.token.copy_(token.view(-1))
+        self.tokens.index_copy_(0, rows.cell, token)
 
     def _forward(self, n, used):
         """token [n] -> hidden [n,E]; keys and values go to each row's own position, all below `used`."""
-        fused, position, heads = self.fused, self.state[0, :n], self.config.num_attention_heads
-        if (n, used) not in self.views:             # made once: views cost as much as small kernels
-            self.views[n, used] = [(layer.view(-1, self.config.head_dim), *layer[:, :n, :, :used])
+        fused, rows = self.fused, self._rows(n)
+        if (n, used) not in self.views:
+            self.views[n, used] = [(layer.view(-1, fused.head_dim), *fused.cached(*layer[:, :n, :, :used]))
                                    for layer in self.cache]
-        cell = self.first_cell[:n] + position[:, None]                                              # [n,2G]
-        mask = fused.mask(position, used)
-        cis = self.cis[position]
-        x = fused.embed(self.token[:n])
+        cell = rows.first_cell + rows.position[:, None],                                            # [n,2G]
+        mask, cis = fused.mask(rows.position, used), self.cis[rows.position]
+        x = fused.embed(rows.token)
         for layer, (flat, k, v) in zip(fused.layers, self.views[n, used], strict=True):
-            def attend(qkv, flat=flat, k=k, v=v):
-                flat[cell] = qkv[:, heads:]
-                return fused.attend(qkv[:, :heads], k, v, mask, position)
-            x = fused.block(layer, x, cis, attend)
-        self.hidden[:n] = x
-        self.state[:, :n] += self.live[:n]
+            def attend(flat=flat, k=k, v=v):
+                flat.index_put_(cell, rows.scratch.kv)
+                return fused.attend(rows.scratch.q, k, v, mask, rows.position)
+            x = fused.block(layer, x, cis, rows.scratch, attend)
+        rows.hidden.copy_(x)
+        rows.state.add_(rows.live)
 
     def _run(self, step, *key):
         """step(*key); on CUDA the second run of a key is captured as a graph and later ones replay it."""
@@ -207,13 +219,13 @@ class Sampler:
             ends = torch.tensor(batch.q_lens).cumsum(0)
             cis, tails = self.cis[batch.positions], (ends - 1).to(self.device)
             x = self.fused.embed(batch.tokens)
+            scratch = self.fused.scratch(len(x))
             for layer, kv in zip(self.fused.layers, stored, strict=True):
-                def attend(qkv, kv=kv):
-                    q, k, v = qkv.split(self.fused.split, 1)
-                    kv[0], kv[1] = k.transpose(0, 1), v.transpose(0, 1)
-                    return attention(q, k, v, batch).flatten(1)
-                keep = tails if layer is self.fused.layers[-1] else slice(None)
-                x = self.fused.block(layer, x, cis, attend, keep)
+                def attend(kv=kv):
+                    kv[0], kv[1] = scratch.k.transpose(0, 1), scratch.v.transpose(0, 1)
+                    return attention(scratch.q, scratch.k, scratch.v, batch).flatten(1)
+                keep = tails if layer is self.fused.layers[-1] else None
+                x = self.fused.block(layer, x, cis, scratch, attend, keep)
             parts = stored.split(batch.q_lens, 3)
             run.prefilled = dict(zip(range(p, last), zip(parts, x, strict=True), strict=True))
             if self.device.type == "cuda":
@@ -229,8 +241,8 @@ class Sampler:
             return
         jobs, hidden = np.array([run.waiting.popleft() for _ in slots]), []
         pairs = zip(jobs, slots, strict=True)           # rows of one prompt in neighbouring slots: one copy
-        for (p, _), pairs in groupby(pairs, lambda js: (run.prompt[js[0]], js[0] - js[1])):
-            taken, (kv, last) = [slot for _, slot in pairs], self._prefill(run, p)
+        for (p, _), group in groupby(pairs, lambda js: (run.prompt[js[0]], js[0] - js[1])):
+            taken, (kv, last) = [slot for _, slot in group], self._prefill(run, p)
             self.cache[:, :, taken[0]:taken[-1] + 1, :, :kv.shape[3]] = kv[:, :, None]
             hidden += [last] * len(taken)
         noise = np.zeros((len(jobs), run.columns))
@@ -260,6 +272,7 @@ class Sampler:
         for array in (run.job, run.cell, run.left):
             array[holes] = array[movers]
         run.job[movers] = -1
+        run.measure()
         return size
 
     # ---- the loop
@@ -316,6 +329,7 @@ class _Run:
         self.flags = tuple(any(flag) for flag in (      # scaled, greedy, truncated: `_pick` skips what is off
             [s.temperature != 1 for s in per_prompt], [s.temperature == 0 for s in per_prompt],
             [s.top_p < 1 or s.top_k > 0 for s in per_prompt]))
+        self.steps = np.arange(sampler.check_every)
         self.columns = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
         self.longest = -(-(int((self.length + self.budget).max(initial=0)) + sampler.check_every) // 64) * 64
         self.cells = len(self.keys) * self.columns
@@ -331,24 +345,24 @@ class _Run:
         return np.stack([self.length[jobs], self.cell[slots]])
 
     def measure(self):
-        alive = self.job >= 0
+        self.alive = self.job >= 0
+        self.least = int(self.left[self.alive].min(initial=2 ** 40))
         held = self.length[self.job] + self.budget[self.job] - self.left
-        self.used = int(held[alive].max(initial=0))         # cache columns that the longest row holds
+        self.used = int(held[self.alive].max(initial=0))    # cache columns that the longest row holds
 
     def check(self, sampler, n):
         """Looks at the tokens since the last check; finished rows give up their slots. -> whether any did"""
-        k, job, alive = sampler.check_every, self.job[:n], self.job[:n] >= 0
-        cells = self.cell[:n, None] + np.arange(k)
+        k, job, alive = len(self.steps), self.job[:n], self.alive[:n]
+        cells = self.cell[:n, None] + self.steps
         tokens, logps = (x.numpy()[cells] if x.is_cpu else x[torch.tensor(cells).to(x.device)].cpu().numpy()
                          for x in (sampler.tokens, sampler.logps))
         stop = sampler.is_eos[tokens] & alive[:, None]
         ended = stop.any(1)
-        size = np.where(alive, np.minimum(np.where(ended, stop.argmax(1) + 1, k), self.left[:n]), 0)
+        size = np.minimum(np.where(ended, stop.argmax(1) + 1, k), self.left[:n]) * alive    # new tokens kept
         self.cell[:n] += size
         self.left[:n] -= size
-        self.used += k
-        done = alive & (ended | (self.left[:n] == 0))
-        if self.on_tokens is None and not done.any() and np.isfinite(logps.sum()):
+        self.used, self.least = self.used + k, self.least - k
+        if self.least > 0 and not self.on_tokens and not ended.any() and np.isfinite(logps.sum()):
             return False
         bad = (~np.isfinite(logps) & (np.arange(k) < size[:, None])).any(1)
         if bad.any():
@@ -356,6 +370,7 @@ class _Run:
             raise ValueError(f"step {self.step}, row {row}: the logits are NaN or infinite")
         for i in np.flatnonzero(alive) if self.on_tokens else ():
             self.on_tokens(int(self.prompt[job[i]]), self.keys[job[i]][3], tokens[i, :size[i]].tolist())
+        done = alive & (ended | (self.left[:n] == 0))
         for i in np.flatnonzero(done):
             j, cell = job[i], slice(job[i] * self.columns, self.cell[i])
             finish = "stop" if stop[i, size[i] - 1] else self.full[j]
