@@ -4,8 +4,7 @@
     load_problems("data/gsm8k", split="train", read_label=...)               # folder of shards, hub layout
     load_problems("openai/gsm8k", split="test", read_label=...)              # the hub, if no such path exists
 
-Rows stay as they are: nothing is dropped, cleaned or shuffled, and what cannot be used stops the load.
-Messages count lines and rows of files from 1; Problem.row counts from 0. Order depends on arguments alone.
+Nothing is dropped, cleaned or shuffled; what cannot be used stops the load. Messages count lines from 1.
 """
 
 import difflib
@@ -14,27 +13,20 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-CONSTANT = 8        # from so many rows on, the same label in all of them is taken for a wrong column
-
-
-# ----------------------------------------------------------------------------------------------- problems
 class Problem(NamedTuple):
     row: int                # from 0, in file order; also the identity of its group of responses
     question: str
     label: str
 
-
 class Problems:
-    """Problems by row. `sha256` is over a line json.dumps([question, label], ensure_ascii=False) per row, in
-    UTF-8; `converted` labels were cut out of rationales; `duplicates` rows repeat an earlier question and are
-    kept, the first five are in `duplicate_rows` as (row, earlier row)."""
+    """Problems by row. `sha256`: of a JSON line [question, label] per row, in UTF-8; `converted`: labels cut
+    out of rationales; `duplicates`: rows kept that repeat a question, the first five as (row, row before)."""
 
     def __init__(self, source, files):
         self.source, self.files, self.sha256 = str(source), [str(file) for file in files], ""
@@ -44,56 +36,46 @@ class Problems:
         return len(self.labels)
 
     def __getitem__(self, row):
-        row = range(len(self))[row]
-        return Problem(row, self.questions[row], self.labels[row])
+        return Problem(row % len(self), self.questions[row], self.labels[row])
 
     def describe(self):
         rows = "".join(f", row {row} repeats {first}" for row, first in self.duplicate_rows)
         return (f"{self.source}: {len(self)} problems, sha256 {self.sha256[:12]}, {self.converted} labels "
                 f"cut out of rationales, {self.duplicates} repeated questions{rows}")
 
-
 def load_problems(source, question_key="question", answer_key="answer",
                   read_label=lambda label, where: (label, False), limit=None, split=None):
-    """Problems of `source`: JSONL or parquet file, folder of such shards, or hub data set; the first `limit`.
-
-    `read_label(label, where)` returns (text, was it converted?) or raises ValueError, as reward.read_label.
-    ValueError or FileNotFoundError, one line with file, row and column: nothing there, a broken row, a
-    missing column, an empty question, a bad label, one label in all of 8 rows or more."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit {limit}: at least one row is needed")
-    files = _files(_local(source), split)
-    problems, digest = Problems(source, files), hashlib.sha256()
+    """The first `limit` problems of a JSONL or parquet file, a folder of such shards, or a hub data set.
+    `read_label(label, where)` returns (text, was it converted?), as reward.read_label. ValueError and
+    FileNotFoundError name file, row and column; one label in all of 8 rows or more is taken for a mistake."""
+    files = _files(Path(_local(source)), split)
+    problems, digest, last = Problems(source, files), hashlib.sha256(), {}          # last: question -> row
     rows = itertools.chain.from_iterable(_READERS[f.suffix](f, question_key, answer_key) for f in files)
-    for place, question, label in itertools.islice(rows, limit):
-        try:
-            if not isinstance(question, str) or not question.strip():
-                raise ValueError(f"is empty or no text: {question!r:.60}")
-            line = json.dumps([question, ""], ensure_ascii=False).encode()      # lone surrogates: ValueError
-        except ValueError as error:
-            raise ValueError(f"{place}: column {question_key!r} {error}") from None
+    for row, (place, question, label) in enumerate(itertools.islice(rows, limit)):
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"{place}: column {question_key!r} is empty or no text: {question!r:.60}")
         label, converted = read_label(label, f"{place}: column {answer_key!r}")
-        digest.update(line[:-3] + json.dumps(label, ensure_ascii=False).encode() + b"]\n")
+        try:
+            digest.update(json.dumps([question, label], ensure_ascii=False).encode() + b"\n")
+        except UnicodeEncodeError as error:             # half of a surrogate pair
+            raise ValueError(f"{place}: column {question_key!r} or {answer_key!r}: {error}") from None
+        if question in last:
+            problems.duplicates += 1
+            problems.duplicate_rows += [(row, last[question])] * (problems.duplicates <= 5)
+        last[question] = row
         problems.questions.append(question)
         problems.labels.append(sys.intern(label))
         problems.converted += converted
     if not len(problems):
-        raise ValueError(f"{source}: no rows")
-    if len(problems) >= CONSTANT and len(set(problems.labels)) == 1:
+        raise ValueError(f"{source}: no rows" + (f" with limit {limit}" if limit is not None else ""))
+    if len(problems) >= 8 and len(set(problems.labels)) == 1:
         raise ValueError(f"{source}: column {answer_key!r} is {problems.labels[0]!r:.60} in all "
                          f"{len(problems)} rows; is it the label column?")
     problems.sha256 = digest.hexdigest()
-    hashes = np.fromiter(map(hash, problems.questions), np.int64, len(problems))    # no second table of texts
-    order = hashes.argsort(kind="stable")
-    same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-    pairs = sorted((b, a) for a, b in zip(order[same].tolist(), order[same + 1].tolist(), strict=True)
-                   if problems.questions[a] == problems.questions[b])
-    problems.duplicates, problems.duplicate_rows = len(pairs), pairs[:5]
     return problems
 
-
 def _local(source):
-    """The local path of `source`, which no network is asked for, or that of the fetched hub data set."""
+    """The path of `source`, which opens no socket, or else that of the fetched hub data set."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -101,26 +83,20 @@ def _local(source):
         raise FileNotFoundError(f"{source}: no such file or folder, and no hub data set (owner/name)")
     try:
         from huggingface_hub import snapshot_download
-        return Path(snapshot_download(str(source), repo_type="dataset",
-                                      allow_patterns=["*.parquet", "*.jsonl"]))
+        return snapshot_download(str(source), repo_type="dataset", allow_patterns=["*.parquet", "*.jsonl"])
     except Exception as error:
         raise ValueError(f"{source}: no such path, and not from the hub ({type(error).__name__})") from None
 
-
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?=[-_./]|$)")
-_SHARD = re.compile(r"(.*?)(\d+)(-of-)(\d+)(\..*)")         # train-00000-of-00003.parquet
-
+_SHARD = re.compile(r"(.*?)(\d+)(-of-(\d+)\..*)")           # train-00000-of-00003.parquet
 
 def _files(path, split):
-    """The files to read, in order. Of a folder those of `split` and, where several folders (hub
-    configurations) hold some, those of 'main' or 'default'."""
-    if path.is_file():
-        if path.suffix not in _READERS:
-            raise ValueError(f"{path}: reads {', '.join(_READERS)} files")
+    """Files in order: of a folder those of `split`, and of several hub configurations 'main' or 'default'."""
+    if path.is_file() and path.suffix in _READERS:
         return [path]
-    inside = {p: p.relative_to(path).as_posix() for p in sorted(path.rglob("*")) if p.suffix in _READERS}
+    inside = {p: p.relative_to(path).as_posix() for p in sorted(path.rglob("*.*"))}
     split_of = {p: "".join(_SPLIT.findall(name)[-1:]) for p, name in inside.items()
-                if p.suffix != ".json" and not re.search(r"(?:^|/)\.", name)}
+                if p.suffix in (".jsonl", ".parquet") and not re.search(r"(?:^|/)\.", name)}
     splits = sorted(set(split_of.values()) - {""})
     if splits and (split not in splits if split else len(splits) > 1):
         raise ValueError(f"{path}: split {split!r}; there are {', '.join(splits)}")
@@ -132,40 +108,31 @@ def _files(path, split):
         found = ", ".join(inside[p] for p in files[:6]) or "none"
         raise ValueError(f"{path}: needs .jsonl or .parquet files, one kind in one folder; found {found}")
     for shard in filter(None, (_SHARD.fullmatch(p.name) for p in files)):
-        name, number, of, count, end = shard.groups()
-        shards = {files[0].with_name(f"{name}{i:0{len(number)}}{of}{count}{end}") for i in range(int(count))}
-        if missing := sorted(shards - set(files)):
-            raise FileNotFoundError(f"{missing[0]}: shard is missing")
+        start, number, end, count = shard.groups()
+        shards = {f"{start}{i:0{len(number)}}{end}" for i in range(int(count))}
+        if missing := sorted(shards - {p.name for p in files}):
+            raise FileNotFoundError(f"{files[0].with_name(missing[0])}: shard is missing")
     return files
 
-
 def _check_columns(place, keys, present):
-    for key in keys:
-        if key not in present:
-            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(key, present, n=1))
-            raise ValueError(f"{place}: no column {key!r} among {', '.join(map(repr, present))}{near}")
-
+    for key in (k for k in keys if k not in present):
+        near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(key, present, n=1))
+        raise ValueError(f"{place}: no column {key!r} among {', '.join(map(repr, present))}{near}")
 
 def _jsonl_rows(path, *keys):
     """Lines end at \\n alone: U+2028, U+2029 and U+0085 are characters of a text like any other."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
-            if not line.strip():
-                continue
+        for place, line in ((f"{path}:{n}", line) for n, line in enumerate(file, 1) if line.strip()):
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-                raise ValueError(f"{place}: not {kind} ({error})") from None
+                raise ValueError(f"{place}: not JSON in UTF-8 ({error})") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{place}: a {type(row).__name__}, not an object with columns")
             _check_columns(place, keys, list(row))
             yield place, *(row[key] for key in keys)
 
-
 def _parquet_rows(path, *keys):
-    import pyarrow
     import pyarrow.parquet
     number = 0
     try:
@@ -178,21 +145,8 @@ def _parquet_rows(path, *keys):
     except (pyarrow.ArrowException, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} after row {number}: not readable as parquet ({error})") from None
 
-
 _READERS = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".parquet": _parquet_rows}
 
-
-def file_sha256(paths):
-    """Hex SHA-256 over the contents of `paths`, in order."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------ prompts
 def load_tokenizer(folder):
     """The tokenizer of a local model folder; no network is asked. FileNotFoundError, ValueError."""
     if not (Path(folder) / "tokenizer_config.json").is_file():
@@ -203,10 +157,8 @@ def load_tokenizer(folder):
     except Exception as error:
         raise ValueError(f"{folder}: tokenizer not readable ({str(error).splitlines()[:1]})") from None
 
-
 def eos_ids(folder, tokenizer):
-    """All ids that end a response: eos_token_id (one or a list) of the folder's generation_config.json, else
-    of its config.json, else of the tokenizer. ValueError when there is none."""
+    """All ids that end a response, of generation_config.json, else config.json, else the tokenizer."""
     paths = [Path(folder) / name for name in ("generation_config.json", "config.json")]
     found = [json.loads(p.read_text(encoding="utf-8")).get("eos_token_id") for p in paths if p.is_file()]
     ids = next((i for i in [*found, tokenizer.eos_token_id] if i not in (None, [])), None)
@@ -215,35 +167,27 @@ def eos_ids(folder, tokenizer):
         raise ValueError(f"{folder}: eos_token_id {ids} is no token id or list of them")
     return ids
 
-
 def prompt_ids(tokenizer, question, thinking=True):
-    """Ids of one user turn with the raw question, generation prompt on, no system prompt: what the sampler
-    and the learner both get."""
+    """Ids of one user turn, the raw question, with the generation prompt and no system prompt."""
     ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
                                         tokenize=True, enable_thinking=thinking)
-    ids = ids["input_ids"] if isinstance(ids, Mapping) else ids             # a mapping since transformers 5
+    ids = ids["input_ids"] if hasattr(ids, "keys") else ids                # a mapping since transformers 5
     return [int(i) for i in (ids[0] if len(ids) and isinstance(ids[0], list) else ids)]
 
-
 def vocab_limit(tokenizer):
-    """1 + the largest id that the tokenizer knows: 151669 for Qwen3, whose output layer has 151936 rows."""
+    """1 + the largest id the tokenizer knows: 151669 for Qwen3, whose output layer has 151936 rows."""
     return 1 + max(tokenizer.get_vocab().values())
 
-
-# -------------------------------------------------------------------------------------------------- order
 @lru_cache(maxsize=4)
 def _permutation(n, seed, stream):
-    """Seeded permutation of range(n): the order of raw Philox words, the same in every version of numpy."""
+    """Permutation of range(n): the order of raw Philox words, the same in every version of numpy."""
     words = np.random.Philox(key=np.array([seed % 2 ** 64, stream], np.uint64)).random_raw(n)
     return np.argsort(words, kind="stable")
 
-
 def prompt_rows(n, per_step, step, data_seed):
-    """Rows of step `step` (from 0): positions step * per_step and on in the endless sequence of epochs, each
-    its own permutation of range(n). A step that crosses an epoch border may hold a row twice."""
+    """Rows of step `step` (from 0) of endless epochs, each its own permutation: a row may come twice."""
     places = (divmod(i, n) for i in range(step * per_step, (step + 1) * per_step))
     return [int(_permutation(n, data_seed, epoch)[place]) for epoch, place in places]
-
 
 def subset_rows(n, size, seed):
     """The first `size` rows of a permutation of range(n) that is unrelated to the order of training."""
@@ -251,32 +195,24 @@ def subset_rows(n, size, seed):
         raise ValueError(f"a subset of {size} rows out of {n}")
     return [int(row) for row in _permutation(n, seed, 2 ** 64 - 1)[:size]]
 
-
-# ------------------------------------------------------------------------------------------------ batches
 def micro_batches(prompt_lengths, response_lengths, prompt_of, rows, max_tokens):
-    """`rows` (indices of responses) in micro-batches of at most `max_tokens` tokens; a longer one is alone.
-
-    A prompt counts once in a micro-batch, however many of its responses (prompt_of[row]) are there. First
-    fit, prompt by prompt, the longest response first. Every row is in exactly one micro-batch."""
-    batches = []                                                            # (rows, tokens, prompts)
+    """`rows` (indices of responses) in micro-batches of at most `max_tokens` tokens, or one longer response.
+    First fit, prompt by prompt, the longest first; a prompt counts once for all its responses in a batch."""
+    batches = []                                                            # [rows, tokens, prompts]
     for row in sorted(rows, key=lambda r: (prompt_of[r], -response_lengths[r], r)):
-        prompt, tokens = prompt_of[row], response_lengths[row]
-        for batch in batches:
-            cost = tokens + prompt_lengths[prompt] * (prompt not in batch[2])
-            if batch[1] + cost <= max_tokens:
-                break
-        else:
-            batch, cost = [[], 0, set()], tokens + prompt_lengths[prompt]
-            batches.append(batch)
+        p, size = prompt_of[row], response_lengths[row]
+        fits = (b for b in batches if b[1] + size + prompt_lengths[p] * (p not in b[2]) <= max_tokens)
+        batch = next(fits, None)
+        if batch is None:
+            batches.append(batch := [[], 0, set()])
+        batch[1] += size + prompt_lengths[p] * (p not in batch[2])
         batch[0].append(row)
-        batch[1] += cost
-        batch[2].add(prompt)
+        batch[2].add(p)
     return [sorted(batch[0]) for batch in batches]
 
-
 def split_groups(token_counts, world):
-    """Groups of each of `world` ranks: the longest first, each to the rank with the fewest tokens so far
-    (Graham 1969: at most 4/3 of the least possible maximum). A rank may get none."""
+    """Groups of each of `world` ranks, maybe none: the longest first, each to the rank with the fewest tokens
+    so far (Graham 1969: at most 4/3 of the least possible maximum)."""
     loads, groups = [0] * world, [[] for _ in range(world)]
     for group in sorted(range(len(token_counts)), key=lambda g: (-token_counts[g], g)):
         rank = loads.index(min(loads))

@@ -1,8 +1,7 @@
 """Processes: the group, sums over ranks, gathered objects, and printing once.
 
 torchrun is the engine, on one machine or many; without it everything here is the identity. Gloo on CPU, NCCL
-on CUDA. Reductions are SUM of fp32 or fp64 only (Gloo has no AVG and no bf16); means are sums divided by
-sums.
+on CUDA. Means are sums divided by sums (Gloo has no AVG).
 """
 
 import contextlib
@@ -24,34 +23,26 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 def pick_device(name="auto"):
-    """'auto' is this process's CUDA device when there is one, else the CPU. ValueError for one that is not
-    there."""
+    """'auto' is this process's CUDA device if there is one, else the CPU. ValueError when it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        if here > gpus:             # on every process alike: the first one, which prints, has a GPU
-            raise ValueError(f"--device cuda: {here} process(es) on this machine, {gpus} visible GPU(s); "
-                             "use --device cpu or fewer processes")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if name == "cuda" and here > gpus:      # on every process alike: the first one, which prints, has a GPU
+        raise ValueError(f"--device cuda: {here} process(es) on this machine, {gpus} visible GPU(s); "
+                         "use --device cpu or fewer processes")
     if name == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: not available on this machine; use --device cpu")
-    if name not in ("cpu", "mps"):
-        raise ValueError(f"--device {name}: not supported; use auto, cpu, cuda or mps")
-    return torch.device(name)
+    return torch.device(name + f":{os.environ.get('LOCAL_RANK', '0')}" * (name == "cuda"))
 
 def compute_dtype(name, device):
-    """'auto' is bfloat16 on CUDA and float32 elsewhere; else the torch dtype of that name."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
+    """'auto' is bfloat16 on CUDA and float32 elsewhere."""
+    return getattr(torch, {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(name, name))
 
 @contextlib.contextmanager
 def process_group(device, timeout_minutes):
-    """Joins torchrun's process group, if this process is part of one, and leaves it at the end. A collective
-    that waits longer than the time-out ends the job; `stage` tells the log which step it was. A DDP module
-    holds the group and can hang the process as it exits: drop it before. A failing process ends at once,
-    without destructors, so that its peers see it go."""
+    """Joins torchrun's process group, if any, and leaves it at the end. A collective that waits longer than
+    the time-out ends the job. A DDP module holds the group and can hang the exit: drop it before. A failing
+    process ends at once, without destructors, so that its peers see it go."""
     global _timeout
     _timeout = datetime.timedelta(minutes=timeout_minutes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -72,36 +63,30 @@ def process_group(device, timeout_minutes):
 
 @contextlib.contextmanager
 def stage(name):
-    """Around code with collectives: a failure (a time-out, a lost peer) says which stage of which step it
-    was."""
+    """Around code with collectives: a failure (a time-out, a lost peer) says what it was in."""
     try:
         yield
     except RuntimeError as error:
         if world_size() > 1:
-            reason = str(error).partition("\n")[0]
-            print(f"[rank {rank()}] failed in {name}: {reason}", file=sys.stderr, flush=True)
+            print(f"[rank {rank()}] failed in {name}: {error}".split("\n")[0], file=sys.stderr, flush=True)
         raise
 
-def all_sum(values, device):
-    """{name: number or 0-dim tensor} summed over ranks in one fp64 collective, on every rank -> {name:
-    float}."""
-    on = torch.device("cpu") if device.type == "mps" else device
-    total = torch.tensor([float(v) for v in values.values()], dtype=torch.float64, device=on)
+def all_sum(values, device, op=dist.ReduceOp.SUM):
+    """{name: number or 0-dim tensor}, summed over ranks in one fp64 collective, as {name: float}."""
+    total = torch.tensor([float(v) for v in values.values()], dtype=torch.float64,
+                         device="cpu" if device.type == "mps" else device)
     if dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(total, op)
     return dict(zip(values, total.tolist(), strict=True))
 
 def all_max(value, device):
     """The largest of every rank's number, as a float on every rank."""
-    total = torch.as_tensor(value).to("cpu" if device.type == "mps" else device, torch.float32).clone()
-    if dist.is_initialized():
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    return float(total)
+    return all_sum({"max": value}, device, dist.ReduceOp.MAX)["max"]
 
 def gather_objects(obj):
-    """List of every rank's object, in rank order, on every rank (pickle between our own processes only).
-    Ranks meet here after work of unequal length. On Gloo rank 0 names those who are late, and loses patience
-    a little before the others, so that it has its say before they end the job."""
+    """List of every rank's object (pickled between our own processes only), in rank order, on every rank.
+    Ranks meet here after work of unequal length: on Gloo rank 0 names the late ones, a little before the
+    others lose patience and end the job."""
     if world_size() == 1:
         return [obj]
     if dist.get_backend() == "gloo":
@@ -112,4 +97,4 @@ def gather_objects(obj):
 
 def print0(*args, **kwargs):
     if os.environ.get("RANK", "0") == "0":          # also before the group exists
-        print(*args, **{"flush": True, **kwargs})
+        print(*args, flush=True, **kwargs)

@@ -5,13 +5,11 @@
     python evaluate.py --model DIR --out out/eval        # killed? the same command goes on
 
 The rows are the first N of a seeded permutation; the SHA-256 of their questions and labels is in the result.
-Every prompt counts exactly once, whatever the number of processes; sampling noise is keyed by (seed, row,
-sample), so the responses do not depend on it either (up to rounding ties of the batched products). Truncated
-responses are graded like any other; unparsed answers and grader errors stay in the denominator. No training
-options, no weights are changed.
+Sampling noise is keyed by (seed, row, sample): every prompt counts once and gets the same responses (up to
+rounding ties) on any number of processes. Truncated responses are graded like any other; unparsed answers and
+grader errors stay in the denominator. No training options, no weights are changed.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,60 +17,55 @@ import math
 import os
 import time
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 import cli
 import data
 import distributed
 import reward
 from model import ModelConfig, load_model, local_folder
+from runlog import read_rows, write_json, write_rows
 from sample import Sampler, Sampling
 
 CHUNK = 64          # prompts between two appends to responses.jsonl: what a kill can lose
 
 def pass_at_k(n, c, k):
     """Unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that k draws hold a right one, from c right of
-    n (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n: fewer samples than draws say
-    nothing."""
+    n (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples and 0 <= right <= n; got {c} right of {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
-def powers_of_two(n):
-    return [2 ** i for i in range(n.bit_length())]          # 1, 2, 4, ... <= n
-
 def summarize(records, samples, k_list=None):
-    """The figures of one evaluation from its records ({row, sample, verdict, finish, length}), `samples` per
-    row.
+    """The figures of one evaluation from its records ({row, sample, verdict, finish, length}).
 
     pass@k is per prompt, then the mean over prompts; its 95 % interval is normal over prompts. decoding_noise
-    is the standard error that resampling the same prompts would show: sqrt(mean[p(1-p)] / (samples *
-    prompts)), with p(1-p) estimated without bias by c(n-c) / (n(n-1)); None for one sample.
-    """
+    is the standard error that resampling the same prompts would show, sqrt(mean[p(1-p)] / (samples *
+    prompts)), with p(1-p) estimated without bias by c(n-c) / (n(n-1)); None for one sample."""
     right, kinds = Counter(), Counter(r["verdict"] for r in records)
     for r in records:
         right[r["row"]] += r["verdict"] == "right"
-    per_prompt = [[row, samples, right[row]] for row in sorted(right)]
-    prompts = len(per_prompt)
-    if len(records) != samples * prompts:
-        raise ValueError(f"{len(records)} records are not {samples} samples for each of {prompts} prompts")
-    out = {}
-    for k in k_list or powers_of_two(samples):
-        out[f"pass@{k}"] = sum(pass_at_k(n, c, k) for _, n, c in per_prompt) / prompts
-    mean = out.get("pass@1", sum(c for *_, c in per_prompt) / len(records))
-    spread = sum((c / n - mean) ** 2 for _, n, c in per_prompt) / max(prompts - 1, 1)
+    prompts, n = len(right), samples
+    if len(records) != n * prompts:
+        raise ValueError(f"{len(records)} records are not {n} samples for each of {prompts} prompts")
+    out = {f"pass@{k}": sum(pass_at_k(n, c, k) for c in right.values()) / prompts
+           for k in k_list or [2 ** i for i in range(n.bit_length())]}
+    mean = out.get("pass@1", kinds["right"] / len(records))
+    spread = sum((c / n - mean) ** 2 for c in right.values()) / max(prompts - 1, 1)
     half = 1.959964 * math.sqrt(spread / prompts)
-    noise = sum(c * (n - c) for _, n, c in per_prompt)
+    noise = sum(c * (n - c) for c in right.values()) / (n * (n - 1) * prompts) if n > 1 else None
     return out | {
         "pass@1_ci95": [max(mean - half, 0.0), min(mean + half, 1.0)],
-        "decoding_noise": math.sqrt(noise / (samples * (samples - 1) * prompts) / (samples * prompts))
-        if samples > 1 else None,
+        "decoding_noise": None if noise is None else math.sqrt(noise / (n * prompts)),
         "truncation": sum(r["finish"] != "stop" for r in records) / len(records),
         "mean_length": sum(r["length"] for r in records) / len(records),
         "right": kinds["right"], "wrong": kinds["wrong"], "unparsed": kinds["unparsed"],
-        "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": samples,
-        "per_prompt": per_prompt}
+        "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": n,
+        "per_prompt": [[row, n, c] for row, c in sorted(right.items())]}
 
 def longest_prompt(source, rows, prompt_of, context):
     """Tokens of the longest prompt of `rows`. ValueError names one that leaves no room for a response."""
@@ -84,13 +77,12 @@ def longest_prompt(source, rows, prompt_of, context):
 
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
              done=(), on_chunk=None):
-    """Records of every (row, sample), sorted, on every rank: {row, sample, text, reward, verdict, finish,
-    length}.
+    """Records {row, sample, text, reward, verdict, finish, length} by (row, sample), the same on every rank.
 
-    `done` holds records of rows that need no new run; `on_chunk(records)` sees each finished chunk (rank 0
-    writes it). The ranks share each chunk's prompts and meet once a chunk."""
-    have = {r["row"] for r in done}
-    todo, records = [row for row in rows if row not in have], list(done)
+    `done` holds records of rows that need no new run; `on_chunk(records)` sees each finished chunk. The ranks
+    share each chunk's prompts and meet once a chunk."""
+    have, records = {r["row"] for r in done}, list(done)
+    todo = [row for row in rows if row not in have]
     rank, world = distributed.rank(), distributed.world_size()
     for first in range(0, len(todo), CHUNK * world):
         mine = todo[first:first + CHUNK * world][rank::world]
@@ -103,51 +95,44 @@ def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling
                  "finish": r.finish, "length": len(r.tokens)}
                 for r, text, v in zip(responses, texts, verdicts, strict=True)]
         with distributed.stage(f"the evaluation, after {len(records)} responses"):
-            chunk = sorted((r for share in distributed.gather_objects(part) for r in share), key=_order)
+            chunk = sum(distributed.gather_objects(part), [])
         records += chunk
         if on_chunk:
             on_chunk(chunk)
-    return sorted(records, key=_order)
-
-def _order(record):
-    return record["row"], record["sample"]
+    return sorted(records, key=itemgetter("row", "sample"))
 
 def subset_sha256(problems, rows):
-    """SHA-256 over the materialized subset: one JSON line [row, question, label] per row, in order."""
-    digest = hashlib.sha256()
-    for row in rows:
-        line = json.dumps([row, problems[row].question, problems[row].label], ensure_ascii=False)
-        digest.update(line.encode("utf-8") + b"\n")
-    return digest.hexdigest()
+    """SHA-256 over one JSON line [row, question, label] per row, in order."""
+    lines = (json.dumps(problems[row], ensure_ascii=False) + "\n" for row in rows)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 # ----------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
 class Config:
-    model: str = "tiny/model"  # model folder (a checkpoint of a run is one) or hub name
-    data: str = "tiny/test.jsonl"  # JSONL or parquet file, folder of shards, or hub data set
-    split: str = "test"                               # split, where the data source has several
-    question_key: str = "question"
-    answer_key: str = "answer"
-    rows: int = 256  # prompts: the first of a permutation seeded with --seed (0: all)
-    samples: int = 4                                  # responses per prompt
-    k: tuple[int, ...] = ()                           # the k of pass@k (default 1, 2, 4, ... up to --samples)
-    seed: int = 29                                    # sampling noise and choice of rows
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 1024
-    thinking: bool = True  # let the chat template open a thinking block (--no-thinking: not)
-    reward: str = "math"                              # 'math', or file.py:function
-    reward_workers: int = 4                           # processes for symbolic answers and own functions
-    slots: int = 64                                   # responses decoded at a time
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"      # auto: bfloat16 on CUDA, else float32
-    timeout_minutes: float = 60.0                     # how long a process waits for a slower one
-    out: str = ""  # folder for responses.jsonl and summary.json (none: print only)
+    model: str = "tiny/model"               # model folder (a checkpoint of a run is one) or hub name
+    data: str = "tiny/test.jsonl"           # JSONL or parquet file, folder of shards, or hub data set
+    split: str = "test"                     # split, where the data source has several
+    question_key: str = "question"          # column of the data
+    answer_key: str = "answer"              # column of the data
+    rows: int = 256                         # prompts: the first of a permutation seeded with --seed (0: all)
+    samples: int = 4                        # responses per prompt
+    k: tuple[int, ...] = ()                 # the k of pass@k (default 1, 2, 4, ... up to --samples)
+    seed: int = 29                          # sampling noise and choice of rows
+    temperature: float = 1.0                # of sampling
+    top_p: float = 1.0                      # of sampling
+    top_k: int = 0                          # of sampling (0: all tokens)
+    max_new_tokens: int = 1024              # cap of a response
+    thinking: bool = True                   # let the chat template open a thinking block
+    reward: str = "math"                    # 'math', or file.py:function
+    reward_workers: int = 4                 # processes for symbolic answers and own functions
+    slots: int = 64                         # responses decoded at a time
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA where there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
+    timeout_minutes: float = 60.0           # how long a process waits for a slower one
+    out: str = ""                           # folder for responses.jsonl and summary.json (none: print only)
 
 def resume_records(folder, identity, samples):
-    """Complete rows of an earlier, killed run of the same evaluation. ValueError when the folder holds
-    something else."""
+    """Complete rows of a killed run of the same evaluation. ValueError when `folder` holds something else."""
     settings, rows = folder / "settings.json", {}
     folder.mkdir(parents=True, exist_ok=True)
     if not settings.exists():
@@ -155,41 +140,22 @@ def resume_records(folder, identity, samples):
             raise ValueError(f"{folder}: is not empty and holds no evaluation; choose a new --out")
         write_json(settings, identity)
     before = json.loads(settings.read_text(encoding="utf-8"))
-    if before != identity:
-        changed = ", ".join(k for k in identity if before.get(k) != identity[k])
+    if changed := ", ".join(k for k in identity if before.get(k) != identity[k]):
         raise ValueError(f"{folder}: holds another evaluation ({changed} differ); choose a new --out")
-    path = folder / "responses.jsonl"
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        with contextlib.suppress(ValueError):           # empty, or cut by the kill
-            record = json.loads(line)
-            rows.setdefault(record["row"], {})[record["sample"]] = record
+    for record in read_rows(folder / "responses.jsonl"):
+        rows.setdefault(record["row"], {})[record["sample"]] = record
     return [r for by_sample in rows.values() if len(by_sample) == samples for r in by_sample.values()]
 
-def write_json(path, value):
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(tmp, path)
-
-def write_records(path, records, mode="w"):
-    target = path if mode == "a" else path.with_suffix(".tmp")
-    with open(target, mode, encoding="utf-8", newline="\n") as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-    if mode == "w":
-        os.replace(target, path)
-
-def table(summary):
-    keys = [k for k in summary if k.startswith("pass@") and "_" not in k]
-    lo, hi = summary["pass@1_ci95"]
-    noise = summary["decoding_noise"]
+def table(s):
+    """The summary `s` in three lines."""
+    noise, (low, high) = s["decoding_noise"], s["pass@1_ci95"]
     return "\n".join([
-        f"{summary['prompts']} prompts x {summary['samples']} samples   "
-        + "   ".join(f"{k} {summary[k]:.4f}" for k in keys),
-        f"pass@1 95 % interval over prompts [{lo:.4f}, {hi:.4f}]   decoding noise "
+        "   ".join([f"{s['prompts']} prompts x {s['samples']} samples",
+                    *(f"{k} {s[k]:.4f}" for k in s if k.startswith("pass@") and "_" not in k)]),
+        f"pass@1 95 % interval over prompts [{low:.4f}, {high:.4f}]   decoding noise "
         + ("n/a" if noise is None else f"{noise:.4f}"),
-        f"right {summary['right']}   wrong {summary['wrong']}   unparsed {summary['unparsed']}   "
-        f"grader errors {summary['errors']}   truncated {summary['truncation']:.1%}   "
-        f"mean length {summary['mean_length']:.1f} tokens"])
+        f"right {s['right']}   wrong {s['wrong']}   unparsed {s['unparsed']}   grader errors {s['errors']}   "
+        f"truncated {s['truncation']:.1%}   mean length {s['mean_length']:.1f} tokens"])
 
 def check(cfg):
     """Every refusal that needs no file. ValueError names the option."""
@@ -199,8 +165,7 @@ def check(cfg):
     if cfg.rows < 0 or not 0 <= cfg.seed < 2 ** 63:
         raise ValueError(f"--rows {cfg.rows}, --seed {cfg.seed}: cannot be negative (or above 2^63)")
     if any(not 1 <= k <= cfg.samples for k in cfg.k):
-        raise ValueError(f"--k {' '.join(map(str, cfg.k))}: every k must lie between 1 and --samples "
-                         f"{cfg.samples}")
+        raise ValueError(f"--k {' '.join(map(str, cfg.k))}: must lie between 1 and --samples {cfg.samples}")
 
 def main(cfg):
     with cli.user_errors():
@@ -220,9 +185,10 @@ def main(cfg):
             tokenizer, problems[row].question, cfg.thinking), config.max_position_embeddings)
         grader = reward.Grader(cfg.reward, workers=cfg.reward_workers)
         sampler = Sampler(load_model(folder, device=device), eos, vocab_limit, cfg.slots, dtype)
-        identity = json.loads(json.dumps(dataclasses.asdict(cfg))) | {
+        identity = json.loads(json.dumps(vars(cfg))) | {
             "model": folder.resolve().name, "data": Path(cfg.data).name, "dtype": str(dtype),
-            "weights_sha256": data.file_sha256(sorted(folder.glob("model*.safetensors"))),
+            "weights_sha256": [hashlib.sha256(np.memmap(file, mode="r")).hexdigest()
+                               for file in sorted(folder.glob("model*.safetensors"))],
             "subset_sha256": subset_sha256(problems, rows)}
         for name in ("out", "slots", "device", "timeout_minutes", "reward_workers"):      # change no response
             del identity[name]
@@ -232,17 +198,16 @@ def main(cfg):
     with distributed.process_group(device, cfg.timeout_minutes), grader:
         done = distributed.gather_objects(done)[0]
         if out:
-            write_records(out / "responses.jsonl", done)
-        append = (lambda part: write_records(out / "responses.jsonl", part, "a")) if out else None
+            write_rows(out / "responses.jsonl", done)
+        append = (lambda part: write_rows(out / "responses.jsonl", part, "a")) if out else None
         records = evaluate(sampler, tokenizer, problems, rows, grader, cfg.samples, cfg.seed, sampling,
                            cfg.thinking, done, append)
-        summary = {**summarize(records, cfg.samples, cfg.k), "settings": identity, "seed": cfg.seed,
-                   "subset_sha256": identity["subset_sha256"]}
+        summary = summarize(records, cfg.samples, cfg.k) | {
+            "settings": identity, "seed": cfg.seed, "subset_sha256": identity["subset_sha256"]}
         if out:
-            write_records(out / "responses.jsonl", records)
+            write_rows(out / "responses.jsonl", records)
             write_json(out / "summary.json", summary)
-        distributed.print0(table(summary))
-        distributed.print0(f"{time.time() - started:.1f} s"
+        distributed.print0(f"{table(summary)}\n{time.time() - started:.1f} s"
                            + (f", {len(done)} responses from before" if done else "")
                            + (f", results in {cfg.out}" if cfg.out else ""))
 
