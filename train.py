@@ -388,8 +388,8 @@ def banner(cfg, config, device, folder, longest, problems):
         f"on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
         f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
-        f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens in a context "
-        f"of {config.max_position_embeddings}")
+        f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens of a "
+        f"context of {config.max_position_embeddings}")
 
 def build(cfg, device):
     """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
