@@ -154,7 +154,8 @@ def bench_sampler(b):
 
     # 4 prompts x 8 samples pay for the prefill of 4; against our own 4 x 1
     pairs = [(prefill(8), prefill(1)) for _ in range(4 * b.repeats + 1)][1:]
-    show(b.cases, f"{b.size} prefill 4 x 8 shared (peer: ours 4 x 1)", "ms", *map(statistics.median, zip(*pairs)),
+    show(b.cases, f"{b.size} prefill 4 x 8 shared (peer: ours 4 x 1)", "ms",
+         *map(statistics.median, zip(*pairs, strict=True)),
          statistics.median(single / shared for shared, single in pairs))
     if b.size == "tiny":
         refill_case(b)
