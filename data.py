@@ -88,7 +88,7 @@ def _local(source):
         raise ValueError(f"{source}: no such path, and not from the hub ({type(error).__name__})") from None
 
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?=[-_./]|$)")
-_SHARD = re.compile(r"(.*?)(\d+)(-of-(\d+)\..*)")           # train-00000-of-00003.parquet
+_SHARD = re.compile(r"^(.*?)(\d+)(-of-(\d+)\..*)")          # train-00000-of-00003.parquet
 
 def _files(path, split):
     """Files in order: of a folder those of `split`, and of several hub configurations 'main' or 'default'."""
@@ -107,11 +107,10 @@ def _files(path, split):
     if len({(p.parent, p.suffix) for p in files}) != 1:
         found = ", ".join(inside[p] for p in files[:6]) or "none"
         raise ValueError(f"{path}: needs .jsonl or .parquet files, one kind in one folder; found {found}")
-    for shard in filter(None, (_SHARD.fullmatch(p.name) for p in files)):
-        start, number, end, count = shard.groups()
-        shards = {f"{start}{i:0{len(number)}}{end}" for i in range(int(count))}
-        if missing := sorted(shards - {p.name for p in files}):
-            raise FileNotFoundError(f"{files[0].with_name(missing[0])}: shard is missing")
+    names = [p.name for p in files]
+    for start, number, end, count in itertools.chain.from_iterable(map(_SHARD.findall, names)):
+        if missing := {f"{start}{i:0{len(number)}}{end}" for i in range(int(count))}.difference(names):
+            raise FileNotFoundError(f"{files[0].with_name(min(missing))}: shard is missing")
     return files
 
 def _check_columns(place, keys, present):
