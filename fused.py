@@ -22,9 +22,9 @@ except ImportError:
 
 def fused_weights(model, vocab_limit, chunk, dtype):
     """Yields 7 tensors a layer, the last norm, the head. q, k, v are one product, gate and up one. The rows
-    of q and k are interleaved (i, i + D/2), so that the rotation is one complex product (scores do not see the
-    order). Norm weights take in sqrt(width): the mean of squares becomes a sum. In fp32 they are part of the
-    product that follows; in 16 bits that would round differently from the learner."""
+    of q and k are interleaved (i, i + D/2), so that the rotation is one complex product (scores do not see
+    the order). Norm weights take in sqrt(width): the mean of squares becomes a sum. In fp32 they are part of
+    the product that follows; in 16 bits that would round differently from the learner."""
     c, pairs = model.config, torch.arange(model.config.head_dim).view(2, -1).T.reshape(-1)
 
     def norm(module):
@@ -120,8 +120,8 @@ class Fused:
             k=qkv[:, h:h + g], v=qkv[:, h + g:], pairs=(pairs[:, :h], pairs[:, h:], q_pairs))
 
     def block(self, layer, x, cis, s, attend, keep=None):
-        """x [n,E] may be overwritten; cis [n,1,D/2] complex; s from `scratch`; attend() -> [n,H*D] from the q,
-        k and v that it finds there, rotated; the rows `keep` go on after it."""
+        """x [n,E] may be overwritten; cis [n,1,D/2] complex; s from `scratch`; attend() -> [n,H*D] from the
+        q, k and v that it finds there, rotated; the rows `keep` go on after it."""
         pre, w_qkv, head_norm, w_out, post, w_gate_up, w_down = layer
         product(self.norm(x, pre), w_qkv, out=s.qkv)
         if s.narrow is not None:

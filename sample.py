@@ -69,8 +69,8 @@ def uniforms(seed, step, row, sample, count):
 def inverse_cdf(p, u, chunk, limit):
     """First id whose cumulative probability exceeds u * total. p [n,V] fp32, V a multiple of `chunk`, p = 0
     from `limit` on; u [n,1] float64, at most BELOW_ONE -> [n,1]. Two levels, so that V is read once: float64
-    sums of chunks, then inside the chosen chunk. An id with p = 0 never moves a cumulative sum and so is never
-    the first to exceed anything; the target stays below the total. Only NaN can reach the clamps."""
+    sums of chunks, then inside the chosen chunk. An id with p = 0 never moves a cumulative sum and so is
+    never the first to exceed anything; the target stays below the total. Only NaN can reach the clamps."""
     chunks = p.view(p.shape[0], -1, chunk)
     cum = chunks.sum(-1, dtype=torch.float64).cumsum_(-1)                                     # [n, V/chunk]
     target = cum[:, -1:] * u
@@ -155,9 +155,9 @@ class Sampler:
         if n not in self.views:
             state = self.state[:, :n]
             self.views[n] = SimpleNamespace(
-                hidden=self.hidden[:n], token=self.token[:n], live=self.live[:n], state=state, position=state[0],
-                cell=state[1], options=self.options[:, :n].unbind(), first_cell=self.first_cell[:n],
-                scratch=self.fused.scratch(n))
+                hidden=self.hidden[:n], token=self.token[:n], live=self.live[:n], state=state,
+                position=state[0], cell=state[1], options=self.options[:, :n].unbind(),
+                first_cell=self.first_cell[:n], scratch=self.fused.scratch(n))
         return self.views[n]
 
     def _pick(self, n, scaled, greedy, truncated):
