@@ -353,8 +353,8 @@ def train(run, run_folder):
     newest, broken = distributed.gather_objects((newest and newest.name, len(notes)))[0]  # rank 0 decides
     distributed.print0(*notes, sep="\n", end="\n" if notes else "")
     if broken and not newest:
-        cli.fail(f"{run_folder}: none of its {broken} checkpoints is complete, and a start from the first step "
-                 "would overwrite the metrics; give another --out")
+        cli.fail(f"{run_folder}: none of its {broken} checkpoints is complete, and a start from the first "
+                 "step would overwrite the metrics; give another --out")
     if newest:
         state = checkpoint.load(run_folder / newest, run.model, run.optimizer)
         distributed.print0(f"resuming after step {state['next_step']} from {newest}")
