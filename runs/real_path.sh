@@ -12,7 +12,7 @@ mkdir -p "$OUT"
 for algo in grpo reinforce_pp reinforce_pp_baseline; do
     for thinking in "" --no-thinking; do
         "$PYTHON" train.py --algo "$algo" $thinking --model "$OUT/model" --train-data "$GSM8K" --eval-data '' \
-            --out "$OUT/$algo$thinking" --steps 2 --prompts-per-step 4 --samples-per-prompt 8 --max-new-tokens 16 \
+            --out "$OUT/$algo$thinking" --steps 2 --prompts-per-step 4 --samples-per-prompt 8 --max-new-tokens "${CAP:-8}" \
             --lr 1e-6 --slots 32 --dtype bfloat16 --save-every -1
     done
 done
