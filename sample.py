@@ -68,11 +68,12 @@ def uniforms(seed, step, row, sample, count):
 # --------------------------------------------------------------------------------------------- picking tokens
 def inverse_cdf(p, u, chunk, limit):
     """First id whose cumulative probability exceeds u * total. p [n,V] fp32, V a multiple of `chunk`, p = 0
-    from `limit` on; u [n,1] float64, at most BELOW_ONE -> [n,1]. Two levels, so that V is read once: float64
-    sums of chunks, then inside the chosen chunk. An id with p = 0 never moves a cumulative sum and so is
-    never the first to exceed anything; the target stays below the total. Only NaN can reach the clamps."""
+    from `limit` on; u [n,1] float64, at most BELOW_ONE -> [n,1]. Two levels, so that V is read once: sums of
+    chunks (fp32, a float64 copy of p would cost more than the rest), accumulated in float64; then inside the
+    chosen chunk. An id with p = 0 never moves a cumulative sum and so is never the first to exceed anything;
+    the target stays below the total. Only NaN can reach the clamps."""
     chunks = p.view(p.shape[0], -1, chunk)
-    cum = chunks.sum(-1, dtype=torch.float64).cumsum_(-1)                                     # [n, V/chunk]
+    cum = chunks.sum(-1).cumsum(-1, dtype=torch.float64)                                      # [n, V/chunk]
     target = cum[:, -1:] * u
     c = torch.searchsorted(cum, target, right=True).clamp_(max=cum.shape[1] - 1)
     inside = chunks.gather(1, c[:, :, None].expand(-1, -1, chunk))[:, 0].cumsum(-1, dtype=torch.float64)
