@@ -51,12 +51,13 @@ def process_group(device, timeout_minutes):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if not dist.is_initialized():
             raise
-        traceback.print_exc()
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(error.code if isinstance(error, SystemExit) else 1)
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()

@@ -60,8 +60,13 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """No curve (the test of the summary draws one)."""
+    """No curve (the test of the summary draws one), no waiting for the disk, and the small reward without a worker
+    process."""
+    real = reward.Grader
     monkeypatch.setattr(runlog, "plot_reward", lambda *_: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(reward, "Grader", lambda spec, *rest, **named: (
+        small.Grader() if spec == small.REWARD else real(spec, *rest, **named)))
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +362,21 @@ def test_resume_takes_the_newest_complete_checkpoint_and_says_so(home, finished,
     said = capsys.readouterr().out
     assert "step_000004 is not complete" in said and "resuming after step 3 from step_000003" in said
     small.same_bits(finished["grpo"], out, 4)
+
+
+def test_resume_without_a_whole_checkpoint_is_refused(home, processes, finished, tmp_path):
+    """A start from the first step would overwrite the metrics."""
+    for world in (1, 2):
+        out = small.copy(finished["grpo"], tmp_path / f"run{world}")
+        for path in out.glob("step_*/manifest.json"):
+            path.unlink()
+        before = (out / "metrics.jsonl").read_bytes()
+        values = small.options(home, out=str(out), algo="grpo", steps=4, save_every=1, resume=True, eval_rows=6,
+                               eval_data=str(home / "test.jsonl"), eval_samples=2)
+        assert processes.run(tmp_path / f"log{world}", "train", small.argv(values), world) == [2] * world
+        said = (tmp_path / f"log{world}0").read_text()
+        assert "none of its 4 checkpoints is complete" in said and "Traceback" not in said
+        assert (out / "metrics.jsonl").read_bytes() == before
 
 
 def test_resume_without_a_run_starts_one(home, tmp_path):
@@ -701,34 +721,39 @@ EFFECTS = [("max_new_tokens", 4), ("temperature", 0.6), ("lr", 1e-2), ("clip", 0
            ("gamma", 0.3), ("gamma", 0.0)]
 
 
+def steps_of(algo):
+    return 2 if ALGORITHMS[algo].kl == "reward" else 1          # in the first step k1 is 0 and a coefficient no matter
+
+
 @pytest.fixture(scope="module")
 def unchanged(home, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unchanged")
     for algo in ALGORITHMS:
-        run(home, folder / algo, algo=algo, steps=2, updates_per_rollout=3)
+        run(home, folder / algo, algo=algo, steps=steps_of(algo), updates_per_rollout=3)
     return folder
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_every_option_of_the_objective_changes_the_weights(home, unchanged, tmp_path, algo):
-    before = small.weights(unchanged / algo, 2)
+    steps = steps_of(algo)
+    before = small.weights(unchanged / algo, steps)
     for number, (name, value) in enumerate(EFFECTS):
         if name == "gamma" and ALGORITHMS[algo].kl != "reward":
             continue
         out = tmp_path / str(number)
-        run(home, out, **{**dict(algo=algo, updates_per_rollout=3), name: value})
-        assert small.largest_difference(before, small.weights(out, 2)) > 0, f"{name} {value} changes nothing"
+        run(home, out, **{**dict(algo=algo, steps=steps, updates_per_rollout=3), name: value})
+        assert small.largest_difference(before, small.weights(out, steps)) > 0, f"{name} {value} changes nothing"
 
 
 def test_options_of_the_machine_change_nothing_but_rounding(home, unchanged, tmp_path):
-    before = small.weights(unchanged / "grpo", 2)
+    before = small.weights(unchanged / "grpo", 1)
     for number, changes in enumerate((dict(activation_checkpointing=True), dict(offload_ref=True), dict(zero=True),
                                       dict(slots=2), dict(max_tokens_per_device=1), dict(reward_workers=2))):
         out = tmp_path / str(number)
-        run(home, out, algo="grpo", updates_per_rollout=3, **changes)
-        assert small.largest_difference(before, small.weights(out, 2)) < 1e-5, changes
-    run(home, tmp_path / "half", algo="grpo", updates_per_rollout=3, dtype="bfloat16")
-    assert 1e-5 < small.largest_difference(before, small.weights(tmp_path / "half", 2)) < 0.1
+        run(home, out, algo="grpo", steps=1, updates_per_rollout=3, **changes)
+        assert small.largest_difference(before, small.weights(out, 1)) < 1e-5, changes
+    run(home, tmp_path / "half", algo="grpo", steps=1, updates_per_rollout=3, dtype="bfloat16")
+    assert 1e-5 < small.largest_difference(before, small.weights(tmp_path / "half", 1)) < 0.1
 
 
 # ------------------------------------------------------------------------------------- several updates a rollout
