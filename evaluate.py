@@ -139,7 +139,10 @@ def resume_records(folder, identity, samples):
         if any(path.suffix != ".tmp" for path in folder.iterdir()):
             raise ValueError(f"{folder}: is not empty and holds no evaluation; choose a new --out")
         write_json(settings, identity)
-    before = json.loads(settings.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(settings.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{settings}: cannot be read back ({error}); choose a new --out") from None
     if changed := ", ".join(k for k in identity if before.get(k) != identity[k]):
         raise ValueError(f"{folder}: holds another evaluation ({changed} differ); choose a new --out")
     for record in read_rows(folder / "responses.jsonl"):
@@ -154,8 +157,9 @@ def table(s):
                     *(f"{k} {s[k]:.4f}" for k in s if k.startswith("pass@") and "_" not in k)]),
         f"pass@1 95 % interval over prompts [{low:.4f}, {high:.4f}]   decoding noise "
         + ("n/a" if noise is None else f"{noise:.4f}"),
-        f"right {s['right']}   wrong {s['wrong']}   unparsed {s['unparsed']}   grader errors {s['errors']}   "
-        f"truncated {s['truncation']:.1%}   mean length {s['mean_length']:.1f} tokens"])
+        f"right {s['right']}   wrong {s['wrong']}   unparsed {s['unparsed']}   "
+        f"grader errors {s['errors']}/{s['prompts'] * s['samples']}   truncated {s['truncation']:.1%}   "
+        f"mean length {s['mean_length']:.1f} tokens"])
 
 def check(cfg):
     """Every refusal that needs no file. ValueError names the option."""

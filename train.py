@@ -101,7 +101,7 @@ class Config:
     # --- files
     save_every: int = 0                     # steps between checkpoints (0: only the last, -1: none)
     keep: int = 0                           # newest checkpoints to keep (0: all)
-    max_skipped: int = 3                    # steps in a row with a non-finite gradient before the run stops
+    max_skipped: int = 3                    # updates in a row with a non-finite gradient before a stop
     tensorboard: bool = True                # also write TensorBoard events
 
 def resolve(cfg):
