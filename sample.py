@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from fused import Fused
 from model import Qwen3, attention, load_model, local_folder, pack, rope_tables
 
-
 BELOW_ONE = 1 - 2.0 ** -52          # the largest u for which u * total always rounds to less than the total
 
 
