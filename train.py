@@ -310,11 +310,9 @@ def train_step(run, step):
                 "peak_mem_gib": distributed.all_max(peak_memory_gib(run.device), run.device)}
     return metrics, records, [name for *_, name in steps]
 
-def loop(run, log, state, save):
+def loop(run, log, state, save, signals):
     """Steps until the budget, a signal or too many bad gradients -> (status of the run, message)."""
-    cfg, signals = run.cfg, []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda caught, _frame: signals.append(caught))
+    cfg = run.cfg
     for step in range(state["next_step"], cfg.steps):
         with distributed.stage(f"step {step}"):
             metrics, records, bad = train_step(run, step)
@@ -373,9 +371,12 @@ def train(run, run_folder):
 
     if state["next_step"] == 0:
         state["initial"] = score(run)
-    status, message = loop(run, log, state, save)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)           # nothing is lost any more: the weights are saved
+    signals = []
+    handlers = {number: signal.signal(number, lambda caught, _frame: signals.append(caught))
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    status, message = loop(run, log, state, save, signals)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)                  # nothing is lost any more: the weights are saved
     final = score(run) if status == "complete" else None
     log.finish(status, state["initial"], final, before + log.seconds(), message)
     return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
