@@ -289,7 +289,8 @@ class Sampler:
             self.live.zero_()
             self.state[1] = len(self.tokens) - 1            # slots without a row write where nobody reads
         while run.waiting or (run.job >= 0).any():
-            self._admit(run)
+            if run.waiting:
+                self._admit(run)
             n = bucket(1 + np.flatnonzero(run.job >= 0)[-1])
             for i in range(self.check_every):
                 self._run(self._pick, n, *run.flags)
@@ -357,13 +358,15 @@ class _Run:
         tokens, logps = (x.numpy()[cells] if x.is_cpu else x[torch.tensor(cells).to(x.device)].cpu().numpy()
                          for x in (sampler.tokens, sampler.logps))
         stop = sampler.is_eos[tokens] & alive[:, None]
+        self.used, self.least = self.used + k, self.least - k
+        if self.least > 0 and not self.on_tokens and not stop.any() and np.isfinite(logps.sum()):
+            self.cell[:n] += k * alive
+            self.left[:n] -= k * alive
+            return False
         ended = stop.any(1)
         size = np.minimum(np.where(ended, stop.argmax(1) + 1, k), self.left[:n]) * alive    # new tokens kept
         self.cell[:n] += size
         self.left[:n] -= size
-        self.used, self.least = self.used + k, self.least - k
-        if self.least > 0 and not self.on_tokens and not ended.any() and np.isfinite(logps.sum()):
-            return False
         bad = (~np.isfinite(logps) & (np.arange(k) < size[:, None])).any(1)
         if bad.any():
             row = self.keys[job[bad.argmax()]][2]
