@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import small
 import torch
+from safetensors.torch import load_file
 
 import cli
 import data
@@ -260,6 +261,22 @@ def test_ranks_change_nothing(worlds, name, world):
     assert small.largest_difference(small.weights(one, 1), small.weights(one, 2)) > 3e-4, "nothing was learned"
     first, second = (json.loads((f / "summary.json").read_text())["initial"] for f in (one, many))
     assert first == second
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_ranks_change_nothing_at_the_defaults(processes, tmp_path, algo):
+    """The embedded model and every option as it stands: parameters after the first update to 1e-6."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for world, out in enumerate(folders, 1):
+        words = ["--algo", algo, "--steps", "1", "--eval-data", "", "--out", str(out)]
+        assert processes.run(tmp_path / f"log {world} ", "train", words, world, DUMP) == [0] * world
+    one, two = map(tokens, folders)
+    assert one[0][0] == two[0][0] and one[0][1] > two[0][1]
+    losses = [small.rows(out)[0]["loss"] for out in folders]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    after, other = (small.weights(out, 1) for out in folders)
+    assert small.largest_difference(after, other) < 1e-6
+    assert small.largest_difference(after, load_file(ROOT / "tiny/model/model.safetensors")) > 9e-5
 
 
 def test_a_rank_may_have_nothing_to_do(worlds):
