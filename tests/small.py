@@ -126,6 +126,12 @@ def largest_difference(a, b):
 
 
 # -------------------------------------------------------------------------------------------------- processes
+def free_port():
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class Processes:
     """A process that has imported everything and forks others on request (none has used a thread by then)."""
 
@@ -157,10 +163,7 @@ class Processes:
 
     def run(self, log, script, words, world=1, patch="", seconds=120, env=None):
         """Runs `world` processes as torchrun would, each with its own log (`log` plus its rank) -> statuses."""
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        pids = []
+        port, pids = free_port(), []
         for rank in range(world):
             more = {} if world == 1 else {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),

@@ -279,6 +279,32 @@ def test_ranks_change_nothing_at_the_defaults(processes, tmp_path, algo):
     assert small.largest_difference(after, load_file(ROOT / "tiny/model/model.safetensors")) > 9e-5
 
 
+def torchrun(words, nproc, log, *more):
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *(more or ["--standalone"]), "--nproc-per-node",
+             str(nproc), str(ROOT / "train.py"), *words], cwd=ROOT, stdout=file, stderr=file,
+            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_two_torchrun_agents(home, worlds, tmp_path):
+    """Two machines in small: two agents meet through c10d, two ranks each; 4 ranks give the figures of 1."""
+    out, port = tmp_path / "run", small.free_port()
+    values = small.options(home, out=str(out), save_every=1, lr=1e-3, eval_data=str(home / "test.jsonl"), eval_rows=5,
+                           eval_samples=2, **WORLDS["grpo"])
+    agents = [torchrun(small.argv(values), 2, tmp_path / f"log{node}", "--nnodes", "2", "--rdzv-backend", "c10d",
+                       "--rdzv-id", "two", "--rdzv-endpoint", f"localhost:{port}") for node in range(2)]
+    assert [agent.wait(timeout=100) for agent in agents] == [0, 0], (tmp_path / "log0").read_text()
+    one = worlds["grpo", 1]
+    for a, b in zip(small.rows(one), small.rows(out), strict=True):
+        close(a, b, relative=2e-4, absolute=2e-5)
+    said = "".join((tmp_path / f"log{node}").read_text() for node in range(2))
+    assert said.count("on 4 process(es)") == 1, "rank 0 alone speaks"
+    assert small.largest_difference(small.weights(one, 1), small.weights(out, 1)) < 1e-6
+    assert json.loads((one / "summary.json").read_text())["initial"] == json.loads(
+        (out / "summary.json").read_text())["initial"]
+
+
 def test_a_rank_may_have_nothing_to_do(worlds):
     shares = [json.loads((worlds["idle rank", 3] / f"tokens{rank}").read_text().splitlines()[0])[1]
               for rank in range(3)]
@@ -995,14 +1021,6 @@ def test_no_socket_is_opened(home, tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ slow
-def torchrun(words, nproc, log, *more):
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *more,
-             str(ROOT / "train.py"), *words], cwd=ROOT, stdout=file, stderr=file,
-            env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 @pytest.mark.slow
 def test_kill_9_thirty_times(home, processes, whole, tmp_path):
     """Five runs, six kills each; prints where they fell."""
@@ -1020,7 +1038,7 @@ def test_kill_9_thirty_times(home, processes, whole, tmp_path):
 def test_a_rank_killed_under_torchrun_goes_on_by_itself(home, whole, tmp_path):
     out = tmp_path / "run"
     values = small.options(home, out=str(out), **{**LONG, "steps": 200, "save_every": 1, "keep": 2})
-    job = torchrun(small.argv(values), 2, tmp_path / "log", "--max-restarts", "1")
+    job = torchrun(small.argv(values), 2, tmp_path / "log", "--standalone", "--max-restarts", "1")
     wait_for(lambda: steps_done(out) > 8, 120)
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     victim = next(int(c) for c in children if b"RANK=1" in Path(f"/proc/{c}/environ").read_bytes().split(b"\0"))
