@@ -237,6 +237,7 @@ class Block(nn.Module):
         E, D, inner = c.hidden_size, c.head_dim, c.intermediate_size
         H, G = c.num_attention_heads, c.num_key_value_heads
         linear, norm = partial(nn.Linear, bias=False), partial(RMSNorm, eps=c.rms_norm_eps)
+        self.attention = attention
         self.input_layernorm = norm(E)
         self.self_attn = nn.ModuleDict({
             "q_proj": linear(E, H * D), "k_proj": linear(E, G * D), "v_proj": linear(E, G * D),
@@ -249,7 +250,7 @@ class Block(nn.Module):
         a, m, y = self.self_attn, self.mlp, self.input_layernorm(x)
         q, k, v = (proj(y).unflatten(-1, (-1, cos.shape[-1] * 2)) for proj in (a.q_proj, a.k_proj, a.v_proj))
         q, k = apply_rope(a.q_norm(q), cos, sin), apply_rope(a.k_norm(k), cos, sin)     # norms per head
-        x = x + a.o_proj(attention(q, k, v, batch).flatten(-2))
+        x = x + a.o_proj(self.attention(q, k, v, batch).flatten(-2))
         y = self.post_attention_layernorm(x)
         return x + m.down_proj(F.silu(m.gate_proj(y)) * m.up_proj(y))
 
@@ -276,6 +277,17 @@ class Qwen3(nn.Module):
         for p in self.parameters():
             p.data.copy_(torch.randn(p.shape, generator=generator) * std if p.ndim > 1 else torch.tensor(1.0))
         return self
+
+    def compile_blocks(self):
+        """torch.compile fuses the small operations of each block, once for all blocks and shapes; attention
+        stays as it is. ValueError where there is no compiler, which else would show in the first step."""
+        for block in self.model.layers:
+            block.attention = torch.compiler.disable(attention)
+            block.compile(dynamic=True)
+        try:
+            self(pack([[0, 0]], [0], [[0, 0]]).to(self.head_weight.device))
+        except Exception as error:      # no C++ compiler, no Triton: each has its own kind
+            raise ValueError(f"--compile: torch.compile fails here ({str(error).splitlines()[0]})") from None
 
     def hidden(self, batch):
         """Packed -> final hidden states [N,E], after the last norm."""

@@ -37,7 +37,7 @@ import evaluate
 import reward
 import runlog
 from advantage import ALGORITHMS, ALIASES, compute_advantages
-from learner import (accumulate_gradients, batch_logp, make_batch, make_optimizer, optimizer_step,
+from learner import (accumulate_gradients, autocast, batch_logp, make_batch, make_optimizer, optimizer_step,
                      update_minibatches)
 from loss import response_mean
 from model import ModelConfig, load_model, local_folder, varlen_kernel
@@ -93,6 +93,7 @@ class Config:
     max_tokens_per_device: int = 4096       # of one micro-batch, a shared prompt counted once
     slots: int = 128                        # responses decoded at a time on each device
     activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, a third more time
+    compile: bool = False                   # fuse small operations of learner and reference: a slower start
     offload_ref: bool = False               # keep the reference model on the CPU between uses
     zero: bool = False                      # shard the optimizer state over the ranks
     timeout_minutes: float = 30.0           # how long a collective waits for the slowest rank
@@ -419,6 +420,9 @@ def build(cfg, device):
     reference = None if cfg.no_kl else copy.deepcopy(model).requires_grad_(False)
     if reference is not None and device.type == "cuda":
         reference.to(torch.bfloat16)
+    for network in filter(None, (model, reference)) if cfg.compile else ():
+        with autocast(cfg, device):
+            network.compile_blocks()
     sampler = Sampler(model, eos, vocab_limit, cfg.slots, getattr(torch, cfg.dtype))
     sampling = Sampling(temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens)
     banner(cfg, config, device, folder, longest, problems)

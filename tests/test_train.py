@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -711,7 +712,7 @@ OTHER = {"algo": "grpo", "model": "x", "train_data": "x", "eval_data": "x", "que
          "clip": 0.5, "gamma": 0.5, "temperature": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.5, "weight_decay": 0.5,
          "grad_clip": 0.5, "thinking": False, "seed": 5, "data_seed": 5, "eval_rows": 5, "eval_samples": 5,
          "eval_seed": 5, "device": "cuda", "dtype": "bfloat16", "max_tokens_per_device": 5, "slots": 5,
-         "activation_checkpointing": True, "offload_ref": True, "zero": True, "timeout_minutes": 5.0,
+         "activation_checkpointing": True, "compile": True, "offload_ref": True, "zero": True, "timeout_minutes": 5.0,
          "reward_workers": 5, "reward_concurrency": 5, "save_every": 5, "keep": 5, "max_skipped": 5,
          "tensorboard": False}
 FIELDS = [f.name for f in dataclasses.fields(train.Config)]
@@ -797,6 +798,28 @@ def test_options_of_the_machine_change_nothing_but_rounding(home, unchanged, tmp
         assert small.largest_difference(before, small.weights(out, 1)) < 1e-5, changes
     run(home, tmp_path / "half", algo="grpo", steps=1, updates_per_rollout=3, dtype="bfloat16")
     assert 1e-5 < small.largest_difference(before, small.weights(tmp_path / "half", 1)) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks_change_nothing_but_rounding(home, unchanged, tmp_path):
+    """Learner and reference fused, recomputed in the backward, micro-batches of several shapes; one graph for all."""
+    torch._dynamo.reset()
+    run(home, tmp_path / "run", algo="grpo", steps=1, updates_per_rollout=3, compile=True,
+        activation_checkpointing=True, max_tokens_per_device=40)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    before, after = small.weights(unchanged / "grpo", 1), small.weights(tmp_path / "run", 1)
+    assert small.largest_difference(before, after) < 1e-5
+
+
+@pytest.mark.slow
+def test_compile_without_a_compiler_is_one_line(home, tmp_path):
+    """A process of its own: which compiler there is, torch asks when it is imported."""
+    words = small.argv(small.options(home, out=str(tmp_path / "run"), compile=True))
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *words], capture_output=True, text=True, env={
+        **os.environ, "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: error: --compile") and "compiler" in done.stderr
 
 
 # ------------------------------------------------------------------------------------- several updates a rollout
