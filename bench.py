@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 import cli
 import distributed
 import train
-from model import ModelConfig, Qwen3, pack
+from model import ModelConfig, Qwen3, linear, pack
 from sample import Sampler, Sampling
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -61,7 +61,7 @@ def limits(device, dtype):
     """(matrix-product FLOP/s at 1,024^3, copy bytes/s) of this machine now."""
     a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
     big, other = (torch.empty(2 ** 26, device=device) for _ in range(2))
-    product, copied, _ = turns(lambda: a @ b, lambda: other.copy_(big), 10, device)
+    product, copied, _ = turns(lambda: linear(a, b), lambda: other.copy_(big), 10, device)
     return 2 * 1024 ** 3 / product, 2 * big.nbytes / copied
 
 def peak_mib(device, f):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from model import matmul_fp32
+from model import linear_fp32, onednn
 
 try:
     from flash_attn import flash_attn_with_kvcache
@@ -55,8 +55,8 @@ def fused_weights(model, vocab_limit, chunk, dtype):
 def laid_out(w):
     """Matrices for `product`: in oneDNN's own layout where that pays (up to twice as fast on CPU, but not for
     small fp32 weights), else transposed."""
-    if w.is_cpu and w.ndim == 2 and (w.dtype != torch.float32 or w.numel() >= 2 ** 16):
-        with contextlib.suppress(AttributeError, RuntimeError):         # no such op, or not for this dtype
+    if w.is_cpu and w.ndim == 2 and onednn() and (w.dtype != torch.float32 or w.numel() >= 2 ** 16):
+        with contextlib.suppress(RuntimeError):                         # not for this dtype
             return torch.ops.mkldnn._reorder_linear_weight(w, 64)
     return w.t() if w.ndim == 2 else w
 
@@ -64,7 +64,9 @@ def laid_out(w):
 def product(x, w, residual=None, out=None):
     """x [n,in] @ w, into `out` when given, plus `residual` when given, which may be overwritten."""
     if not w.is_mkldnn:
-        return torch.mm(x, w, out=out) if residual is None else residual.addmm_(x, w)
+        if not (x.is_cpu and len(x) >= 256 and onednn()):
+            return torch.mm(x, w, out=out) if residual is None else residual.addmm_(x, w)
+        w = w.t()
     op = torch.ops.mkldnn._linear_pointwise
     y = op(x, w, None, "none", [], "") if residual is None else op.binary(x, residual, w, None, "add")
     return y if out is None else out.copy_(y)
@@ -143,7 +145,7 @@ class Fused:
     def logits(self, x):
         """x [n,E] -> fp32 [n,V'], -inf from vocab_limit to the end of its chunk."""
         h = self.norm(x, self.final)
-        logits = product(h.float(), self.head) if h.is_cpu else matmul_fp32(h, self.head)
+        logits = product(h.float(), self.head) if h.is_cpu else linear_fp32(h, self.head.T)
         if logits.shape[1] > self.vocab_limit:
             logits[:, self.vocab_limit:] = -torch.inf
         return logits

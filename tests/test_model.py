@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
-from model import ModelConfig, Qwen3, load_model, local_folder, matmul_fp32, pack, save_model, token_logp
+from model import ModelConfig, Qwen3, load_model, linear_fp32, local_folder, pack, save_model, token_logp
 
 BASE = {"model_type": "qwen3", "vocab_size": 101, "hidden_size": 35, "intermediate_size": 51,
         "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
@@ -325,13 +325,13 @@ def test_rotation_tables_in_every_precision():
 def test_products_of_16_bit_operands_are_fp32(autocast):
     """Logits of size 100 rounded to bf16 would be off by up to 0.25."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(shape, generator=generator).bfloat16() * 3 for shape in ((7, 131), (131, 11)))
+    a, b = (torch.randn(shape, generator=generator).bfloat16() * 3 for shape in ((7, 131), (11, 131)))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out, wide = matmul_fp32(a, b), matmul_fp32(a.float(), b.float())
+        out, wide = linear_fp32(a, b), linear_fp32(a.float(), b.float())
     assert out.dtype == wide.dtype == torch.float32
-    torch.testing.assert_close(out.double(), a.double() @ b.double(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(out.double(), a.double() @ b.double().T, atol=1e-4, rtol=1e-5)
     assert torch.equal(out, wide)
-    assert matmul_fp32(a.double(), b.double()).dtype == torch.float64
+    assert linear_fp32(a.double(), b.double()).dtype == torch.float64
 
 
 # -------------------------------------------------------------------------------------------- token log-probs

@@ -258,7 +258,7 @@ def test_ranks_change_nothing(worlds, name, world):
     assert rows_one[0]["loss"] == pytest.approx(rows_many[0]["loss"], abs=1e-5)
     for a, b in zip(rows_one, rows_many, strict=True):
         close(a, b, relative=2e-4, absolute=2e-5)
-    assert small.largest_difference(small.weights(one, 1), small.weights(many, 1)) < 1e-6
+    assert small.largest_difference(small.weights(one, 1), small.weights(many, 1)) < 5e-6      # of steps of 1e-3
     assert small.largest_difference(small.weights(one, 1), small.weights(one, 2)) > 3e-4, "nothing was learned"
     first, second = (json.loads((f / "summary.json").read_text())["initial"] for f in (one, many))
     assert first == second
@@ -301,7 +301,7 @@ def test_two_torchrun_agents(home, worlds, tmp_path):
         close(a, b, relative=2e-4, absolute=2e-5)
     said = "".join((tmp_path / f"log{node}").read_text() for node in range(2))
     assert said.count("on 4 process(es)") == 1, "rank 0 alone speaks"
-    assert small.largest_difference(small.weights(one, 1), small.weights(out, 1)) < 1e-6
+    assert small.largest_difference(small.weights(one, 1), small.weights(out, 1)) < 5e-6
     assert json.loads((one / "summary.json").read_text())["initial"] == json.loads(
         (out / "summary.json").read_text())["initial"]
 
