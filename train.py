@@ -77,7 +77,7 @@ class Config:
     temperature: float = 1.0                # of sampler and learner alike
     beta1: float = 0.9
     beta2: float = 0.98
-    eps: float = 1e-7                       # at 1e-8 a gradient of rounding size moves a weight by 1e-6
+    eps: float = 1e-6                       # of Adam; at 1e-8 rounding alone moves some weights by 1e-6
     weight_decay: float = 0.1               # not on norms
     grad_clip: float = 1.0                  # global L2 norm
     thinking: bool = True                   # let the chat template open a thinking block
