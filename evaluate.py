@@ -67,13 +67,14 @@ def summarize(records, samples, k_list=None):
         "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": n,
         "per_prompt": [[row, n, c] for row, c in sorted(right.items())]}
 
-def longest_prompt(source, rows, prompt_of, context):
+def longest_prompt(source, problems, rows, tokenizer, thinking, context):
     """Tokens of the longest prompt of `rows`. ValueError names one that leaves no room for a response."""
-    longest, row = max((len(prompt_of(row)), row) for row in rows)
-    if longest >= context:
-        raise ValueError(f"{source}: the prompt of row {row} has {longest} tokens and the model's context is "
+    lengths = {row: len(data.prompt_ids(tokenizer, problems[row].question, thinking)) for row in rows}
+    row = max(rows, key=lengths.get)
+    if lengths[row] >= context:
+        raise ValueError(f"{source}: the prompt of row {row} has {lengths[row]} tokens, the context is "
                          f"{context}: no room for a response")
-    return longest
+    return lengths[row]
 
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
              done=(), on_chunk=None):
@@ -177,16 +178,15 @@ def main(cfg):
         device = distributed.pick_device(cfg.device)
         dtype = distributed.compute_dtype(cfg.dtype, device)
         sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-        read = reward.read_label if cfg.reward == "math" else reward.read_text
-        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key, read, split=cfg.split)
+        problems = data.load_problems(cfg.data, cfg.question_key, cfg.answer_key,
+                                      reward.label_reader(cfg.reward), split=cfg.split)
         if cfg.rows > len(problems):
             raise ValueError(f"--rows {cfg.rows}: {cfg.data} has {len(problems)} rows (0: all of them)")
         rows = data.subset_rows(len(problems), cfg.rows or len(problems), cfg.seed)
         folder = local_folder(cfg.model)
         config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
         eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
-        longest_prompt(cfg.data, rows, lambda row: data.prompt_ids(
-            tokenizer, problems[row].question, cfg.thinking), config.max_position_embeddings)
+        longest_prompt(cfg.data, problems, rows, tokenizer, cfg.thinking, config.max_position_embeddings)
         grader = reward.Grader(cfg.reward, workers=cfg.reward_workers)
         sampler = Sampler(load_model(folder, device=device), eos, vocab_limit, cfg.slots, dtype)
         identity = json.loads(json.dumps(vars(cfg))) | {

@@ -6,7 +6,6 @@ model's own. Letters in shapes: n rows, H query heads, G key/value heads, D head
 V vocabulary, T cache columns. flash-attn's kernel over a cache has not run on a GPU yet.
 """
 
-import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -55,9 +54,8 @@ def fused_weights(model, vocab_limit, chunk, dtype):
 def laid_out(w):
     """Matrices for `product`: in oneDNN's own layout where that pays (up to twice as fast on CPU, but not for
     small fp32 weights), else transposed."""
-    if w.is_cpu and w.ndim == 2 and onednn() and (w.dtype != torch.float32 or w.numel() >= 2 ** 16):
-        with contextlib.suppress(RuntimeError):                         # not for this dtype
-            return torch.ops.mkldnn._reorder_linear_weight(w, 64)
+    if w.is_cpu and w.ndim == 2 and onednn(w.dtype) and (w.dtype != torch.float32 or w.numel() >= 2 ** 16):
+        return torch.ops.mkldnn._reorder_linear_weight(w, 64)
     return w.t() if w.ndim == 2 else w
 
 

@@ -90,8 +90,7 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
         wait = number + 1 < len(micro) and isinstance(learner, DistributedDataParallel)
         with learner.no_sync() if wait else contextlib.nullcontext():   # before the forward
             if part is None:
-                with autocast(cfg, batch.mask.device):
-                    logp, _ = learner(pack([[0]], [0], [[0]]).to(batch.mask.device), 1.0, vocab_limit)
+                logp, _ = learner(pack([[0]], [0], [[0]]).to(batch.mask.device), 1.0, vocab_limit)
                 (logp.sum() * 0).backward()
                 break
             mask = batch.mask[part]
@@ -123,9 +122,7 @@ def optimizer_step(model, optimizer, cfg):
     """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of
     the first non-finite gradient or None). A non-finite one skips the step (coefficient NaN) on all ranks
     alike: they hold the same."""
-    gradients = [p.grad for p in model.parameters()]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    bad = None
+    norm, bad = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), None
     if not torch.isfinite(norm):
         bad = next((n for n, p in model.named_parameters() if not torch.isfinite(p.grad).all()), "their norm")
     else:

@@ -171,14 +171,13 @@ def apply_rope(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 @cache
-def onednn():
-    """oneDNN's linear layer, or None where torch has none. torch.mm calls MKL for fp32, which reaches half of its
-    speed on AMD."""
-    def op(x, w):
-        return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+def onednn(dtype=torch.float32):
+    """oneDNN's linear layer, or None where torch has none. For fp32 torch.mm calls MKL, which reaches half of
+    its speed on AMD."""
     with contextlib.suppress(AttributeError, RuntimeError):
-        op(torch.zeros(2, 2), torch.zeros(2, 2))
-        return op
+        op = torch.ops.mkldnn._linear_pointwise
+        op(*torch.zeros(2, 2, 2, dtype=dtype), None, "none", [], "")
+        return lambda x, w: op(x, w, None, "none", [], "")
 
 class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
@@ -190,13 +189,13 @@ class _OneDNNLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        wide = w.shape[1] < len(w)
-        return onednn()(g, w.T), onednn()(x.T, g.T).T if wide else onednn()(g.T, x.T)
+        dw = onednn()(x.T, g.T).T if w.shape[1] < len(w) else onednn()(g.T, x.T)    # by the shorter side
+        return onednn()(g, w.T), dw
 
 def linear(x, w):
     """x [N,in], w [out,in] -> x w^T [N,out], by the fastest product that torch has."""
-    fp32 = x.is_cpu and x.numel() and x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return _OneDNNLinear.apply(x, w) if fp32 and onednn() else F.linear(x, w)
+    plain = x.is_cpu and x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return _OneDNNLinear.apply(x, w) if plain and x.numel() and onednn() else F.linear(x, w)
 
 def linear_fp32(x, w):
     """x w^T in fp32 (fp64): logits rounded to bf16 would be off by up to 2^-9 of their size."""
@@ -214,7 +213,7 @@ class _TokenLogp(torch.autograd.Function):
         acc, m = torch.promote_types(h.dtype, torch.float32), len(h)      # all sums in fp32 (or fp64)
         block = min(vocab_limit, max(256, max_elements // max(m, 1)))
         top = torch.full((m,), torch.finfo(acc).min / 2, dtype=acc, device=h.device)    # largest logit so far
-        total, moment = torch.zeros_like(top), torch.zeros_like(top)      # sums of e^x and x e^x, x = logit - top
+        total, moment = torch.zeros_like(top), torch.zeros_like(top)   # sums of e^x, x e^x, x = logit - top
         chosen = torch.full_like(top, -torch.inf)                         # -inf: not an id
         for v in range(0, vocab_limit, block):
             w = weight[v:min(v + block, vocab_limit)].to(h.dtype)
@@ -239,7 +238,7 @@ class _TokenLogp(torch.autograd.Function):
         temperature, vocab_limit, block = ctx.constants
         scale = (grad_logp / temperature)[:, None]                                                 # [M,1]
         dh = torch.zeros_like(h, dtype=lse.dtype)
-        dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for v in range(0, vocab_limit, block):
             w = weight[v:min(v + block, vocab_limit)].to(h.dtype)
             p = linear_fp32(h, w).div_(temperature).sub_(lse[:, None]).exp_().mul_(-scale)        # [M, block]
@@ -248,8 +247,6 @@ class _TokenLogp(torch.autograd.Function):
             dh += linear(p, w.T)                    # in the compute dtype, as any gradient of a linear layer
             if dw is not None:
                 dw[v:v + len(w)] = linear(p.T, h.T)
-        if dw is not None:
-            dw[vocab_limit:] = 0
         return dh.to(h.dtype), dw, None, None, None, None
 
 def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elements=2 ** 24):
@@ -259,30 +256,30 @@ def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elemen
     limit = min(vocab_limit or len(weight), len(weight))
     return _TokenLogp.apply(h, weight, targets, float(temperature), limit, max_elements)
 
-class Linear(nn.Linear):
-    def forward(self, x):
-        return linear(x, self.weight)
-
 class RMSNorm(nn.RMSNorm):
     """In fp32 inside (fp64 stays), rounded once. nn.RMSNorm isn't fused for bf16 x and an fp32 weight."""
     def forward(self, x):
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
+class Linear(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight)
+
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
         E, D, inner = c.hidden_size, c.head_dim, c.intermediate_size
         H, G = c.num_attention_heads, c.num_key_value_heads
-        linear, norm = partial(Linear, bias=False), partial(RMSNorm, eps=c.rms_norm_eps)
+        dense, norm = partial(Linear, bias=False), partial(RMSNorm, eps=c.rms_norm_eps)
         self.attention = attention
         self.input_layernorm = norm(E)
         self.self_attn = nn.ModuleDict({
-            "q_proj": linear(E, H * D), "k_proj": linear(E, G * D), "v_proj": linear(E, G * D),
-            "o_proj": linear(H * D, E), "q_norm": norm(D), "k_norm": norm(D)})
+            "q_proj": dense(E, H * D), "k_proj": dense(E, G * D), "v_proj": dense(E, G * D),
+            "o_proj": dense(H * D, E), "q_norm": norm(D), "k_norm": norm(D)})
         self.post_attention_layernorm = norm(E)
-        self.mlp = nn.ModuleDict({"gate_proj": linear(E, inner), "up_proj": linear(E, inner),
-                                  "down_proj": linear(inner, E)})
+        self.mlp = nn.ModuleDict({"gate_proj": dense(E, inner), "up_proj": dense(E, inner),
+                                  "down_proj": dense(inner, E)})
 
     def forward(self, x, cos, sin, batch):
         a, m, y = self.self_attn, self.mlp, self.input_layernorm(x)

@@ -37,8 +37,8 @@ ALGOS = {  # label, colour (Okabe-Ito: safe for colour-blind readers), metrics t
     "reinforce_pp": ("REINFORCE++", "#D55E00", {"kl_loss", "zero_std_groups"})}
 PER_ALGO = {"kl_coef", "gamma"}     # options that must agree within an algorithm only; FREE: not at all
 FREE = set("""algo seed out resume save_every keep tensorboard reward_workers reward_concurrency slots threads
-    timeout_minutes max_tokens_per_device offload_ref activation_checkpointing max_skipped world_size
-    zero""".split())
+    timeout_minutes max_tokens_per_device offload_ref activation_checkpointing compile max_skipped
+    world_size zero""".split())
 BASE = {  # the tables all else is computed from; evaluations.csv also has a column for every pass@k
     "runs": "run algo seed steps commit device checkpoint metrics_sha256 weights_sha256 argv versions "
             "options", "per_prompt": "algo seed stage row n c", "rejected": "run reason",

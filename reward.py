@@ -162,6 +162,10 @@ def read_text(label, where=""):
         return str(label), False
     raise ValueError(f"{where}{where and ': '}label {label!r:.80} is empty or no text")
 
+def label_reader(spec):
+    """read_label for the built-in grading, read_text for a reward of your own."""
+    return read_label if spec == "math" else read_text
+
 @lru_cache(maxsize=65536)
 def _label(text):
     """(canonical text, its number or None for a formula). A label has no comment: at most four words."""

@@ -156,7 +156,8 @@ class Run:
     tokenizer: object
     grader: reward.Grader
     problems: data.Problems
-    tests: data.Problems | None
+    tests: data.Problems
+    test_rows: list                         # the frozen subset of them
     prompt_of: Callable                     # row -> prompt ids
 
 def step_prompts(step, count, cfg):
@@ -335,15 +336,14 @@ def loop(run, log, state, save, signals):
 
 def score(run):
     """pass@k of the current weights on the frozen test rows, or None without test data."""
-    cfg, tests = run.cfg, run.tests
-    if tests is None:
+    cfg = run.cfg
+    if not run.tests:
         return None
-    rows = data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed)
     run.sampler.refresh()
-    records = evaluate.evaluate(run.sampler, run.tokenizer, tests, rows, run.grader, cfg.eval_samples,
-                                cfg.eval_seed, run.sampling, cfg.thinking)
+    records = evaluate.evaluate(run.sampler, run.tokenizer, run.tests, run.test_rows, run.grader,
+                                cfg.eval_samples, cfg.eval_seed, run.sampling, cfg.thinking)
     return evaluate.summarize(records, cfg.eval_samples) | {
-        "seed": cfg.eval_seed, "subset_sha256": evaluate.subset_sha256(tests, rows)}
+        "seed": cfg.eval_seed, "subset_sha256": evaluate.subset_sha256(run.tests, run.test_rows)}
 
 def train(run, run_folder):
     """Resume, evaluate, loop, save, evaluate -> exit status."""
@@ -398,10 +398,10 @@ def banner(cfg, config, device, folder, longest, problems):
 
 def build(cfg, device):
     """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
-    read = reward.read_label if cfg.reward == "math" else reward.read_text
-    keys = cfg.question_key, cfg.answer_key, read
+    keys = cfg.question_key, cfg.answer_key, reward.label_reader(cfg.reward)
     problems = data.load_problems(cfg.train_data, *keys, split="train")
-    tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else None
+    tests = data.load_problems(cfg.eval_data, *keys, split="test") if cfg.eval_data else []
+    test_rows = data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed) if tests else []
     folder = local_folder(cfg.model)
     config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
     eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
@@ -409,11 +409,9 @@ def build(cfg, device):
         lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
     rows = {row for step in range(cfg.steps) for row in step_prompts(step, len(problems), cfg)[0]}
     context = config.max_position_embeddings
-    longest = evaluate.longest_prompt(cfg.train_data, rows, prompt_of, context)
-    if tests is not None:
-        evaluate.longest_prompt(
-            cfg.eval_data, data.subset_rows(len(tests), min(cfg.eval_rows, len(tests)), cfg.eval_seed),
-            lambda row: data.prompt_ids(tokenizer, tests[row].question, cfg.thinking), context)
+    longest = evaluate.longest_prompt(cfg.train_data, problems, rows, tokenizer, cfg.thinking, context)
+    if tests:
+        evaluate.longest_prompt(cfg.eval_data, tests, test_rows, tokenizer, cfg.thinking, context)
     grader = reward.Grader(cfg.reward, cfg.reward_workers, cfg.reward_concurrency)
     model = load_model(folder, device=device)
     model.activation_checkpointing = cfg.activation_checkpointing
@@ -427,7 +425,7 @@ def build(cfg, device):
     sampling = Sampling(temperature=cfg.temperature, max_new_tokens=cfg.max_new_tokens)
     banner(cfg, config, device, folder, longest, problems)
     return Run(cfg, device, folder, model, model, reference, None, sampler, sampling, vocab_limit, tokenizer,
-               grader, problems, tests, prompt_of)
+               grader, problems, tests, test_rows, prompt_of)
 
 def main(cfg):
     with cli.user_errors():
