@@ -249,12 +249,13 @@ class _TokenLogp(torch.autograd.Function):
                 dw[v:v + len(w)] = linear(p.T, h.T)
         return dh.to(h.dtype), dw, None, None, None, None
 
-def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elements=2 ** 24):
+def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elements=None):
     """Log-prob of each target under softmax over ids < vocab_limit at `temperature`; the entropy (no grad).
     h [M,E], weight [V,E], targets [M] -> two fp32 (fp64) [M]. Ids from `vocab_limit` on are outside as in the
-    sampler: such a target has log-prob -inf. Extra memory: a few blocks of `max_elements` floats."""
-    limit = min(vocab_limit or len(weight), len(weight))
-    return _TokenLogp.apply(h, weight, targets, float(temperature), limit, max_elements)
+    sampler: such a target has log-prob -inf. Extra memory: a few blocks of `max_elements` floats (default:
+    2^24 on CUDA, 2^22 on a CPU, where larger ones go back to the system and cost page faults)."""
+    limit, size = min(vocab_limit or len(weight), len(weight)), max_elements or 2 ** (24 if h.is_cuda else 22)
+    return _TokenLogp.apply(h, weight, targets, float(temperature), limit, size)
 
 class RMSNorm(nn.RMSNorm):
     """In fp32 inside (fp64 stays), rounded once. nn.RMSNorm isn't fused for bf16 x and an fp32 weight."""
