@@ -37,8 +37,8 @@ SIZES = {"tiny": dict(zip(NAMES, (512, 128, 384, 4, 4, 2, 32, 512), strict=True)
 
 @dataclasses.dataclass
 class Config:
-    what: Literal["sampler", "learner", "step"]
-    device: str = "auto"
+    what: Literal["sampler", "learner", "step"]     # the comparison
+    device: str = "auto"                    # auto: CUDA where there is one
     repeats: int = 5                        # turns per figure (the 0.6B cases on a CPU take half)
     only: Literal["", "tiny", "0.6B"] = ""  # one of the two models
     json: str = ""                          # also write the cases there: name, ours, peer, ratio, ...

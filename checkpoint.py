@@ -26,9 +26,9 @@ FILES = ("config.json", "model.safetensors", "optimizer.safetensors", "trainer_s
 NAMES = "step_" + 6 * "[0-9]"
 
 def save(run_dir, step, model, optimizer, state, source=None, keep=0):
-    """Writes RUN/step_<step>, then removes older complete ones until `keep` are left (0: none) -> its Path.
-    state: JSON values. source: the model folder with the tokenizer. A ZeroRedundancyOptimizer must have been
-    consolidated to this rank. OSError, with nothing changed, when the disk is full or a write fails."""
+    """Writes RUN/step_<step>, then removes older complete ones until `keep` are left (0: removes none) -> its
+    Path. state: JSON values. source: the model folder with the tokenizer. A ZeroRedundancyOptimizer must have
+    been consolidated to this rank. OSError, with nothing changed, when the disk is full or a write fails."""
     final, source = Path(run_dir) / f"step_{step:06d}", source and local_folder(source)
     groups, order = _named_groups(model, optimizer)
     trainer = json.dumps({"format": 1, "step": step, "groups": groups, "state": state}, allow_nan=False)

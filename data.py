@@ -28,8 +28,8 @@ class Problems:
     """Problems by row. `sha256`: of a JSON line [question, label] per row, in UTF-8; `converted`: labels cut
     out of rationales; `duplicates`: rows kept that repeat a question, the first five as (row, row before)."""
 
-    def __init__(self, source, files):
-        self.source, self.files, self.sha256 = str(source), [str(file) for file in files], ""
+    def __init__(self, source):
+        self.source, self.sha256 = str(source), ""
         self.questions, self.labels, self.converted, self.duplicates, self.duplicate_rows = [], [], 0, 0, []
 
     def __len__(self):
@@ -44,14 +44,14 @@ class Problems:
                 f"cut out of rationales, {self.duplicates} repeated questions{rows}")
 
 def load_problems(source, question_key="question", answer_key="answer",
-                  read_label=lambda label, where: (label, False), limit=None, split=None):
-    """The first `limit` problems of a JSONL or parquet file, a folder of such shards, or a hub data set.
+                  read_label=lambda label, where: (label, False), split=None):
+    """The problems of a JSONL or parquet file, a folder of such shards, or a hub data set.
     `read_label(label, where)` returns (text, was it converted?), as reward.read_label. ValueError and
     FileNotFoundError name file, row and column; one label in all of 8 rows or more is taken for a mistake."""
     files = _files(Path(_local(source)), split)
-    problems, digest, last = Problems(source, files), hashlib.sha256(), {}          # last: question -> row
+    problems, digest, last = Problems(source), hashlib.sha256(), {}          # last: question -> row
     rows = itertools.chain.from_iterable(_READERS[f.suffix](f, question_key, answer_key) for f in files)
-    for row, (place, question, label) in enumerate(itertools.islice(rows, limit)):
+    for row, (place, question, label) in enumerate(rows):
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"{place}: column {question_key!r} is empty or no text: {question!r:.60}")
         label, converted = read_label(label, f"{place}: column {answer_key!r}")
@@ -67,7 +67,7 @@ def load_problems(source, question_key="question", answer_key="answer",
         problems.labels.append(sys.intern(label))
         problems.converted += converted
     if not len(problems):
-        raise ValueError(f"{source}: no rows" + (f" with limit {limit}" if limit is not None else ""))
+        raise ValueError(f"{source}: no rows")
     if len(problems) >= 8 and len(set(problems.labels)) == 1:
         raise ValueError(f"{source}: column {answer_key!r} is {problems.labels[0]!r:.60} in all "
                          f"{len(problems)} rows; is it the label column?")

@@ -48,7 +48,12 @@ def process_group(device, timeout_minutes):
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout)
+        # torchrun keeps its store over a restart, with the addresses of the dead in it: so a prefix. Several
+        # agents count restarts apart: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new one
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") * (os.environ.get("GROUP_WORLD_SIZE") == "1")
+        store, number, count = next(dist.rendezvous("env://", timeout=_timeout))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout, rank=number,
+                                world_size=count, store=dist.PrefixStore(start, store))
     try:
         yield
     except BaseException as error:

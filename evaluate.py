@@ -67,13 +67,14 @@ def summarize(records, samples, k_list=None):
         "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": n,
         "per_prompt": [[row, n, c] for row, c in sorted(right.items())]}
 
-def longest_prompt(source, problems, rows, tokenizer, thinking, context):
-    """Tokens of the longest prompt of `rows`. ValueError names one that leaves no room for a response."""
+def longest_prompt(source, problems, rows, tokenizer, thinking, config):
+    """Tokens of the longest prompt of `rows` of `problems`, read from `source`. ValueError names a row whose
+    prompt leaves no room for a response."""
     lengths = {row: len(data.prompt_ids(tokenizer, problems[row].question, thinking)) for row in rows}
     row = max(rows, key=lengths.get)
-    if lengths[row] >= context:
+    if lengths[row] >= config.max_position_embeddings:
         raise ValueError(f"{source}: the prompt of row {row} has {lengths[row]} tokens, the context is "
-                         f"{context}: no room for a response")
+                         f"{config.max_position_embeddings}: no room for a response")
     return lengths[row]
 
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
@@ -123,7 +124,7 @@ class Config:
     top_p: float = 1.0                      # of sampling
     top_k: int = 0                          # of sampling (0: all tokens)
     max_new_tokens: int = 1024              # cap of a response
-    thinking: bool = True                   # let the chat template open a thinking block
+    thinking: bool = True                   # let the model think (--no-thinking: the prompt closes the block)
     reward: str = "math"                    # 'math', or file.py:function
     reward_workers: int = 4                 # processes for symbolic answers and own functions
     slots: int = 64                         # responses decoded at a time
@@ -186,7 +187,7 @@ def main(cfg):
         folder = local_folder(cfg.model)
         config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
         eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
-        longest_prompt(cfg.data, problems, rows, tokenizer, cfg.thinking, config.max_position_embeddings)
+        longest_prompt(cfg.data, problems, rows, tokenizer, cfg.thinking, config)
         grader = reward.Grader(cfg.reward, workers=cfg.reward_workers)
         sampler = Sampler(load_model(folder, device=device), eos, vocab_limit, cfg.slots, dtype)
         identity = json.loads(json.dumps(vars(cfg))) | {

@@ -60,9 +60,10 @@ def laid_out(w):
 
 
 def product(x, w, residual=None, out=None):
-    """x [n,in] @ w, into `out` when given, plus `residual` when given, which may be overwritten."""
+    """x [n,in] times a matrix from `laid_out` -> [n,out], into `out` when given, plus `residual` when given,
+    which may be overwritten. From some hundred rows (prefill) oneDNN pays for small weights as well."""
     if not w.is_mkldnn:
-        if not (x.is_cpu and len(x) >= 256 and onednn()):
+        if not (x.is_cpu and len(x) >= 256 and onednn(w.dtype)):
             return torch.mm(x, w, out=out) if residual is None else residual.addmm_(x, w)
         w = w.t()
     op = torch.ops.mkldnn._linear_pointwise
@@ -79,6 +80,7 @@ class Fused:
         self.model, self.dtype = model, dtype
         self.vocab_limit, self.chunk = vocab_limit, 1 << vocab_limit.bit_length() // 2
         self.heads, self.groups, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        # sqrt(width * eps): what hypot adds to the length of a vector
         self.eps = [torch.tensor((width * c.rms_norm_eps) ** 0.5, device=device)
                     for width in (c.hidden_size, c.head_dim)]
         self.flash = model.head_weight.is_cuda and dtype != torch.float32 and flash_attn_with_kvcache
@@ -102,7 +104,8 @@ class Fused:
         return self.model.model.embed_tokens.weight.index_select(0, tokens).to(self.dtype)
 
     def norm(self, x, weight):
-        """RMSNorm as x / sqrt(|x|^2 + E eps) * (sqrt(E) w): few small kernels, fp32 inside."""
+        """RMSNorm as x / sqrt(|x|^2 + E eps), times sqrt(E) w unless in fp32, where w is part of the next
+        product: few small kernels, fp32 inside."""
         y = torch.div(x, torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(self.eps[0]))
         return y if self.dtype == torch.float32 else y.mul_(weight).to(self.dtype)
 

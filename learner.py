@@ -42,7 +42,8 @@ class Batch:
                                   self.group.tolist(), rows, max_tokens)
 
 def make_batch(prompts, records, device):
-    """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group."""
+    """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group.
+    -> Batch"""
     groups = sorted({r["group"] for r in records})
     lengths = torch.tensor([len(r["tokens"]) for r in records], dtype=torch.int64)
     mask = torch.arange(max(lengths.tolist(), default=1)) < lengths[:, None]
@@ -77,7 +78,8 @@ def batch_logp(model, batch, cfg, vocab_limit):
 
 def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, total, cfg, vocab_limit):
     """Backward passes of one update: the gradient of the mean loss over `total` responses of all ranks,
-    however they are cut into micro-batches and ranks. Returns {name: sum} on the device, this rank's share.
+    however they are cut into micro-batches and ranks. Returns {metric: sum} on the device, this rank's share
+    (train.update_metrics divides).
 
     logp_old None means: the policy has not moved, old log-probs are the detached current ones. DDP averages
     over ranks, so each loss is multiplied by the world size; it synchronizes once, in the last micro-batch,
@@ -120,8 +122,8 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
 
 def optimizer_step(model, optimizer, cfg):
     """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of
-    the first non-finite gradient or None). A non-finite one skips the step (coefficient NaN) on all ranks
-    alike: they hold the same."""
+    the first non-finite gradient, "their norm" if only that overflows, or None). A non-finite one skips the
+    step (coefficient NaN) on all ranks alike: they hold the same."""
     norm, bad = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), None
     if not torch.isfinite(norm):
         bad = next((n for n, p in model.named_parameters() if not torch.isfinite(p.grad).all()), "their norm")
@@ -129,10 +131,10 @@ def optimizer_step(model, optimizer, cfg):
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), cfg.grad_clip, norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    norm = float(norm)
-    return norm, float("nan") if bad else min(1.0, cfg.grad_clip / (norm + 1e-6)), bad
+    return float(norm), float("nan") if bad else min(1.0, cfg.grad_clip / (float(norm) + 1e-6)), bad
 
 def make_optimizer(model, cfg):
+    """AdamW, decay on matrices only; with --zero its state is sharded over the ranks."""
     groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": cfg.weight_decay},
               {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
     options = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps, "fused": True}

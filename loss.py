@@ -9,8 +9,8 @@ zero expected gradient and k3 follows another divergence (docs/algorithms.md; sh
 tests). k1 belongs in the reward (advantage.py). The names are Schulman's ("Approximating KL divergence",
 2020). Everything outside the mask is selected away before exp and before any product, so that NaN or Inf in
 padding reaches neither the value nor the gradient. No dual clip, no clamp on the policy ratio: a NaN on a
-valid token stays visible and stops the step. Torch only. Letters: B responses, T positions; mask[b,t] = 1 iff
-the policy sampled token t of response b.
+valid token stays visible and stops the step. Torch only. Letters in shapes: B responses of this part
+(1/B above is over ALL ranks: total_responses), T positions; mask[b,t] = 1 iff the policy sampled token t.
 """
 
 import torch

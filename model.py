@@ -125,7 +125,8 @@ def varlen_kernel(device, dtype):
 
 def _padded_layout(batch, device, limit=2 ** 24):
     """Yields groups of segments for padded attention: (q_index [s,Q], k_index [s,K], mask or None, keep). All
-    are prompts (plain causal, no mask) or all responses, with at most `limit` scores per head."""
+    are prompts (plain causal, no mask) or all responses, with at most `limit` scores per head; keep: which of
+    the s*Q places hold a query."""
     indices = torch.arange(len(batch.tokens)).split(batch.q_lens), batch.keys
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
     shared = [len(keys) - q for keys, q in zip(batch.keys, batch.q_lens, strict=True)]
@@ -172,14 +173,15 @@ def apply_rope(x, cos, sin):
 
 @cache
 def onednn(dtype=torch.float32):
-    """oneDNN's linear layer, or None where torch has none. For fp32 torch.mm calls MKL, which reaches half of
-    its speed on AMD."""
+    """f(x [N,in], w [out,in]) -> x w^T by oneDNN, or None where torch has none for `dtype`. Why in fp32:
+    torch.mm calls MKL, which reaches half of its speed on AMD."""
     with contextlib.suppress(AttributeError, RuntimeError):
         op = torch.ops.mkldnn._linear_pointwise
         op(*torch.zeros(2, 2, 2, dtype=dtype), None, "none", [], "")
         return lambda x, w: op(x, w, None, "none", [], "")
 
 class _OneDNNLinear(torch.autograd.Function):
+    """x [N,in] w^T in fp32 on a CPU, and both gradients."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -193,12 +195,14 @@ class _OneDNNLinear(torch.autograd.Function):
         return onednn()(g, w.T), dw
 
 def linear(x, w):
-    """x [N,in], w [out,in] -> x w^T [N,out], by the fastest product that torch has."""
-    plain = x.is_cpu and x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return _OneDNNLinear.apply(x, w) if plain and x.numel() and onednn() else F.linear(x, w)
+    """x [N,in], w [out,in] -> x w^T [N,out]: by oneDNN for fp32 on a CPU, else F.linear (in compiled blocks
+    too: there oneDNN takes frozen weights only)."""
+    fp32 = x.is_cpu and x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    ours = fp32 and x.ndim == 2 and x.numel() and not torch.compiler.is_compiling() and onednn()
+    return _OneDNNLinear.apply(x, w) if ours else F.linear(x, w)
 
 def linear_fp32(x, w):
-    """x w^T in fp32 (fp64): logits rounded to bf16 would be off by up to 2^-9 of their size."""
+    """x [N,in] w^T -> [N,out] in fp32 (fp64): logits in bf16 would be off by up to 2^-9 of their size."""
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, w.T, out_dtype=torch.float32)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -221,11 +225,11 @@ class _TokenLogp(torch.autograd.Function):
             picked = logits.gather(1, (targets - v).clamp(0, len(w) - 1)[:, None])[:, 0]
             chosen = torch.where((targets >= v) & (targets < v + len(w)), picked, chosen)
             before, top = top, torch.maximum(top, logits.amax(-1))
-            x = logits.sub_(top[:, None])
+            x, shrink = logits.sub_(top[:, None]), (before - top).exp()
             e = x.exp()
-            moment = (moment + (before - top) * total) * (before - top).exp() + torch.einsum("mv,mv->m", x, e)
-            total = total * (before - top).exp() + e.sum(-1)
-        ctx.save_for_backward(h, weight, targets, top + total.log())
+            moment, total = (moment + (before - top) * total) * shrink, total * shrink + e.sum(-1)
+            moment += e.mul_(x).sum(-1)             # no product of matrices: autocast would round it to bf16
+        ctx.save_for_backward(h, weight, targets, top, total)   # lse = top + log total would lose digits
         ctx.constants = temperature, vocab_limit, block
         entropy = total.log() - moment / total
         ctx.mark_non_differentiable(entropy)
@@ -234,14 +238,14 @@ class _TokenLogp(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logp, _grad_entropy):
-        h, weight, targets, lse = ctx.saved_tensors
+        h, weight, targets, top, total = ctx.saved_tensors
         temperature, vocab_limit, block = ctx.constants
         scale = (grad_logp / temperature)[:, None]                                                 # [M,1]
-        dh = torch.zeros_like(h, dtype=lse.dtype)
+        dh = torch.zeros_like(h, dtype=top.dtype)
         dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for v in range(0, vocab_limit, block):
             w = weight[v:min(v + block, vocab_limit)].to(h.dtype)
-            p = linear_fp32(h, w).div_(temperature).sub_(lse[:, None]).exp_().mul_(-scale)        # [M, block]
+            p = linear_fp32(h, w).div_(temperature).sub_(top[:, None]).exp_().mul_(-scale / total[:, None])
             own = scale * ((targets >= v) & (targets < v + len(w)))[:, None]
             p = p.scatter_add_(1, (targets - v).clamp(0, len(w) - 1)[:, None], own).to(h.dtype)
             dh += linear(p, w.T)                    # in the compute dtype, as any gradient of a linear layer
@@ -252,8 +256,8 @@ class _TokenLogp(torch.autograd.Function):
 def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elements=None):
     """Log-prob of each target under softmax over ids < vocab_limit at `temperature`; the entropy (no grad).
     h [M,E], weight [V,E], targets [M] -> two fp32 (fp64) [M]. Ids from `vocab_limit` on are outside as in the
-    sampler: such a target has log-prob -inf. Extra memory: a few blocks of `max_elements` floats (default:
-    2^24 on CUDA, 2^22 on a CPU, where larger ones go back to the system and cost page faults)."""
+    sampler: such a target has log-prob -inf. Extra memory: a few blocks of `max_elements` floats, 256 ids at
+    least (default: 2^24 on CUDA, 2^22 on a CPU, where larger ones go back to the system: page faults)."""
     limit, size = min(vocab_limit or len(weight), len(weight)), max_elements or 2 ** (24 if h.is_cuda else 22)
     return _TokenLogp.apply(h, weight, targets, float(temperature), limit, size)
 
@@ -264,6 +268,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 class Linear(nn.Linear):
+    """Without bias."""
     def forward(self, x):
         return linear(x, self.weight)
 
@@ -273,7 +278,7 @@ class Block(nn.Module):
         E, D, inner = c.hidden_size, c.head_dim, c.intermediate_size
         H, G = c.num_attention_heads, c.num_key_value_heads
         dense, norm = partial(Linear, bias=False), partial(RMSNorm, eps=c.rms_norm_eps)
-        self.attention = attention
+        self.attention = attention          # an attribute, so that `compile_blocks` can wrap it
         self.input_layernorm = norm(E)
         self.self_attn = nn.ModuleDict({
             "q_proj": dense(E, H * D), "k_proj": dense(E, G * D), "v_proj": dense(E, G * D),

@@ -39,7 +39,7 @@ def write_json(path, value):
     path.with_suffix(".tmp").replace(path)
 
 def write_rows(path, rows, mode="w"):
-    """JSON lines, appended (mode "a") or whole or not at all."""
+    """JSON lines: mode "w" whole or not at all, "a" appended (a kill can cut the last line)."""
     target = path if mode == "a" else path.with_suffix(".tmp")
     with open(target, mode, encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(strict(r), ensure_ascii=False, allow_nan=False) + "\n" for r in rows)
@@ -133,9 +133,6 @@ class RunLog:
         if self.rank0:
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
-
-    def seconds(self):
-        return time.time() - self.started
 
     def finish(self, status, initial, final, seconds, message=None):
         """Writes summary.json and the curve, closes everything, prints the closing lines."""

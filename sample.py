@@ -111,7 +111,8 @@ class Sampler:
     host synchronization.
 
     eos_ids: every id that ends a response. vocab_limit: ids from it on are never sampled. dtype: of products
-    and cache; default bfloat16 on CUDA, else the model's. max_len: of prompt + response, default the model's.
+    and cache, fp32 or 16 bits; default bfloat16 on CUDA, else the model's. max_len: of prompt + response,
+    default the model's.
     """
 
     def __init__(self, model: Qwen3, eos_ids, vocab_limit, slots=32, dtype=None, max_len=None):
@@ -194,7 +195,7 @@ class Sampler:
         rows.hidden.copy_(x)
         rows.state.add_(rows.live)
 
-    def _run(self, step, *key):
+    def _launch(self, step, *key):
         """step(*key); on CUDA the second run of a key is captured as a graph and later ones replay it."""
         if self.capture is None:
             return step(*key)
@@ -245,7 +246,7 @@ class Sampler:
             taken, (kv, last) = [slot for _, slot in group], self._prefill(run, p)
             self.cache[:, :, taken[0]:taken[-1] + 1, :, :kv.shape[3]] = kv[:, :, None]
             hidden += [last] * len(taken)
-        noise = np.zeros((len(jobs), run.columns))
+        noise = np.zeros((len(jobs), run.stride))
         for i, job in enumerate(jobs):
             if run.options[0, job] > 0:
                 noise[i, :run.budget[job]] = uniforms(*run.keys[job], run.budget[job])
@@ -254,7 +255,7 @@ class Sampler:
             torch.from_numpy(x).to(self.device) for x in (slots, jobs, state, run.options[:, jobs], noise))
         self.hidden[slots], self.live[slots] = torch.stack(hidden), 1
         self.state[:, slots], self.options[:, slots] = state, options
-        self.noise[:run.cells].view(-1, run.columns)[jobs] = noise
+        self.noise[:run.cells].view(-1, run.stride)[jobs] = noise
 
     def _compact(self, run, n):
         """Finished rows stop counting; with nobody waiting the last rows move into the holes. -> rows left"""
@@ -280,7 +281,8 @@ class Sampler:
     def generate(self, prompts, rows, samples, seed, step, sampling, on_tokens=None):
         """`samples` responses to each prompt (ids), ordered by prompt, then sample. `rows` name the prompts
         in the noise key. `sampling`: one for all, or one per prompt. on_tokens(prompt, sample, new tokens) is
-        called as they come. ValueError for an empty or too long prompt, and for NaN or infinite logits."""
+        called as they come. ValueError: an empty or too long prompt, NaN or infinite logits. Sets `stats`:
+        prefill_tokens, prefill_s, decode_tokens (with the first), decode_s (the rest), decode_steps."""
         run = _Run(self, prompts, rows, samples, seed, step, sampling, on_tokens)
         self.stats = dict(prefill_tokens=0, prefill_s=0.0, decode_tokens=0, decode_s=0.0, decode_steps=0)
         began = time.perf_counter()
@@ -293,13 +295,13 @@ class Sampler:
                 self._admit(run)
             n = bucket(1 + np.flatnonzero(run.job >= 0)[-1])
             for i in range(self.check_every):
-                self._run(self._pick, n, *run.flags)
+                self._launch(self._pick, n, *run.flags)
                 used = run.used + i + 1                     # columns of the longest row after this step
                 if i == self.check_every - 1 and run.check(self, n):
                     n = self._compact(run, n)
                 if n:
                     used = min(-(-used // self.columns) * self.columns, self.size[1])
-                    self._run(self._forward, n, used)
+                    self._launch(self._forward, n, used)
                 self.stats["decode_steps"] += 1
         self.stats["decode_s"] = time.perf_counter() - began - self.stats["prefill_s"]
         self.stats["decode_tokens"] = sum(len(r.tokens) for r in run.responses)
@@ -331,17 +333,18 @@ class _Run:
             [s.temperature != 1 for s in per_prompt], [s.temperature == 0 for s in per_prompt],
             [s.top_p < 1 or s.top_k > 0 for s in per_prompt]))
         self.steps = np.arange(sampler.check_every)
-        self.columns = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
+        self.stride = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
         self.longest = -(-(int((self.length + self.budget).max(initial=0)) + sampler.check_every) // 64) * 64
-        self.cells = len(self.keys) * self.columns
+        self.cells = len(self.keys) * self.stride
         self.waiting = deque(np.flatnonzero(self.budget > 0).tolist())
         slots = bucket(min(sampler.slots, len(self.waiting))) if self.waiting else 0
+        # a job's tokens, log-probs and noise are cells job * stride ...
         # of each slot: its job (-1: free), the next cell of the job's tokens, how many may still come
         self.job, self.cell, self.left = np.full(slots, -1), np.zeros(slots, int), np.zeros(slots, int)
 
     def place(self, slots, jobs):
         """Jobs take slots. -> what the device keeps of each: position and cell"""
-        self.job[slots], self.cell[slots], self.left[slots] = jobs, jobs * self.columns, self.budget[jobs]
+        self.job[slots], self.cell[slots], self.left[slots] = jobs, jobs * self.stride, self.budget[jobs]
         self.measure()
         return np.stack([self.length[jobs], self.cell[slots]])
 
@@ -375,7 +378,7 @@ class _Run:
             self.on_tokens(int(self.prompt[job[i]]), self.keys[job[i]][3], tokens[i, :size[i]].tolist())
         done = alive & (ended | (self.left[:n] == 0))
         for i in np.flatnonzero(done):
-            j, cell = job[i], slice(job[i] * self.columns, self.cell[i])
+            j, cell = job[i], slice(job[i] * self.stride, self.cell[i])
             finish = "stop" if stop[i, size[i] - 1] else self.full[j]
             self.responses[j] = self.responses[j]._replace(
                 tokens=sampler.tokens[cell].tolist(), logps=sampler.logps[cell].tolist(), finish=finish)
@@ -409,12 +412,12 @@ def generate_reference(model, prompt, row, sample, seed, step, sampling, eos_ids
 class Options:
     questions: tuple[str, ...]      # asked as one batch; none: one question a line from standard input
     model: str = "tiny/model"       # folder or hub name
-    thinking: bool = True           # whether the chat template lets the model think first
+    thinking: bool = True           # let the model think first (--no-thinking: the prompt closes it)
     temperature: float = 1.0        # 0 = greedy
     top_p: float = 1.0              # 1 = off
     top_k: int = 0                  # 0 = off
-    max_new_tokens: int = 1024
-    seed: int = 0
+    max_new_tokens: int = 1024      # cap of a response
+    seed: int = 0                   # sampling noise
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
 

@@ -1,6 +1,6 @@
 """The training loop: rollout, reward, reference, old, advantage, update, log, save.
 
-    python train.py                                                    # the tiny run on a laptop, two minutes
+    python train.py                                                    # the tiny run on a laptop, a minute
     torchrun --nproc-per-node 8 train.py --algo reinforce_pp_baseline  # 8 processes: a GPU each, or CPU
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py ...
     runs/qwen3_0.6b_gsm8k.sh grpo 42                                   # Qwen3-0.6B on GSM8K
@@ -46,7 +46,7 @@ from sample import Sampler, Sampling
 INTERRUPTED = 75        # exit status after SIGTERM, SIGINT or SIGUSR1: saved, run again with --resume
 MAY_CHANGE = {"steps", "save_every", "keep", "out", "resume", "device", "timeout_minutes", "reward_workers",
               "reward_concurrency", "tensorboard", "slots", "max_tokens_per_device", "offload_ref", "zero",
-              "activation_checkpointing", "max_skipped"}    # on --resume; the others would change the run
+              "activation_checkpointing", "compile", "max_skipped"}     # on --resume; the rest change the run
 
 # ---------------------------------------------------------------------------------------------- configuration
 @dataclasses.dataclass
@@ -75,12 +75,12 @@ class Config:
     clip: float = 0.2                       # PPO clip of the ratio
     gamma: float | None = None              # discount of the token reward, reinforce_pp only (default 1)
     temperature: float = 1.0                # of sampler and learner alike
-    beta1: float = 0.9
-    beta2: float = 0.98
+    beta1: float = 0.9                      # of Adam: decay of the first moment
+    beta2: float = 0.98                     # of Adam: decay of the second
     eps: float = 1e-6                       # of Adam; at 1e-8 rounding alone moves some weights by 1e-6
     weight_decay: float = 0.1               # not on norms
     grad_clip: float = 1.0                  # global L2 norm
-    thinking: bool = True                   # let the chat template open a thinking block
+    thinking: bool = True                   # let the model think (--no-thinking: the prompt closes the block)
     # --- randomness and evaluation
     seed: int = 42                          # sampling noise
     data_seed: int = 42                     # prompt order, shared by the arms of a comparison
@@ -93,7 +93,7 @@ class Config:
     max_tokens_per_device: int = 4096       # of one micro-batch, a shared prompt counted once
     slots: int = 128                        # responses decoded at a time on each device
     activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, a third more time
-    compile: bool = False                   # fuse small operations of learner and reference: a slower start
+    compile: bool = False                   # torch.compile on learner and reference blocks: slow first steps
     offload_ref: bool = False               # keep the reference model on the CPU between uses
     zero: bool = False                      # shard the optimizer state over the ranks
     timeout_minutes: float = 30.0           # how long a collective waits for the slowest rank
@@ -103,7 +103,7 @@ class Config:
     save_every: int = 0                     # steps between checkpoints (0: only the last, -1: none)
     keep: int = 0                           # newest checkpoints to keep (0: all)
     max_skipped: int = 3                    # updates in a row with a non-finite gradient before a stop
-    tensorboard: bool = True                # also write TensorBoard events
+    tensorboard: bool = True                # TensorBoard events besides the files
 
 def resolve(cfg):
     """Defaults that depend on others, and every refusal that needs no file. ValueError names the option."""
@@ -156,8 +156,8 @@ class Run:
     tokenizer: object
     grader: reward.Grader
     problems: data.Problems
-    tests: data.Problems
-    test_rows: list                         # the frozen subset of them
+    tests: data.Problems                    # of --eval-data; an empty list without
+    test_rows: list                         # of `tests`: the frozen subset, scored before and after
     prompt_of: Callable                     # row -> prompt ids
 
 def step_prompts(step, count, cfg):
@@ -201,6 +201,7 @@ def take_share(run, records, prompts):
     return records, make_batch(prompts, [r for r in records if r["group"] in share], run.device)
 
 def reference_logp(run, batch):
+    """Log-probs [B,T] of the share under the reference, None without one."""
     if run.reference is None:
         return None
     logp = batch_logp(run.reference.to(run.device), batch, run.cfg, run.vocab_limit)
@@ -208,10 +209,11 @@ def reference_logp(run, batch):
         run.reference.to("cpu")
     return logp
 
-def update(run, step, batch, advantages, logp_old, logp_ref, responses):
-    """All updates of this rollout -> (sums of this rank, [(grad norm, clip coefficient, bad gradient)])."""
+def update(run, step, batch, advantages, logp_old, logp_ref, count):
+    """All updates of this rollout of `count` responses -> (sums of this rank,
+    [(grad norm, clip coefficient, bad gradient)])."""
     sums, steps = Counter(), []
-    for chosen in update_minibatches(step, responses, run.cfg):
+    for chosen in update_minibatches(step, count, run.cfg):
         rows = [b for b, index in enumerate(batch.index) if index in chosen]
         part = accumulate_gradients(run.learner, batch, rows, advantages, logp_old, logp_ref, len(chosen),
                                     run.cfg, run.vocab_limit)
@@ -243,7 +245,7 @@ def rollout_metrics(records, prompts, k):
     return {"reward": rewards.mean().item(), "reward_std": rewards.std(correction=0).item(),
             "right": kinds["right"], "wrong": kinds["wrong"], "unparsed": kinds["unparsed"],
             "grader_errors": kinds["error"] + kinds["timeout"],
-            "zero_std_groups": int((rewards.view(-1, k).std(1, correction=0) == 0).sum()) if k > 1 else None,
+            "zero_std_groups": int((rewards.view(-1, k).diff(dim=1) == 0).all(1).sum()) if k > 1 else None,
             "response_len_mean": sum(lengths) / len(lengths), "response_len_min": min(lengths),
             "response_len_max": max(lengths), "truncated": len(cut),
             "truncated_and_rewarded": sum(r["reward"] > 0 for r in cut), "fully_masked": lengths.count(0),
@@ -358,7 +360,7 @@ def train(run, run_folder):
         state = checkpoint.load(run_folder / newest, run.model, run.optimizer)
         distributed.print0(f"resuming after step {state['next_step']} from {newest}")
     log = runlog.RunLog(cfg, run_folder, run.device, state["next_step"])
-    before = state["seconds"]
+    log.started -= state["seconds"]
 
     def save(step):
         bad = next((n for n, p in run.model.named_parameters() if not torch.isfinite(p).all()), None)
@@ -366,7 +368,7 @@ def train(run, run_folder):
             return log.say(f"step {step} is not saved: {bad} is not finite")
         if cfg.zero and distributed.world_size() > 1:
             run.optimizer.consolidate_state_dict(to=0)
-        state["seconds"] = before + log.seconds()
+        state["seconds"] = time.time() - log.started
         if distributed.rank() == 0:
             checkpoint.save(run_folder, step, run.model, run.optimizer, state, run.folder, cfg.keep)
 
@@ -379,7 +381,7 @@ def train(run, run_folder):
     for number, handler in handlers.items():
         signal.signal(number, handler)                  # nothing is lost any more: the weights are saved
     final = score(run) if status == "complete" else None
-    log.finish(status, state["initial"], final, before + log.seconds(), message)
+    log.finish(status, state["initial"], final, time.time() - log.started, message)
     return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
 
 # ----------------------------------------------------------------------------------------------------- set-up
@@ -408,10 +410,9 @@ def build(cfg, device):
     prompt_of = functools.lru_cache(None)(
         lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
     rows = {row for step in range(cfg.steps) for row in step_prompts(step, len(problems), cfg)[0]}
-    context = config.max_position_embeddings
-    longest = evaluate.longest_prompt(cfg.train_data, problems, rows, tokenizer, cfg.thinking, context)
+    longest = evaluate.longest_prompt(cfg.train_data, problems, rows, tokenizer, cfg.thinking, config)
     if tests:
-        evaluate.longest_prompt(cfg.eval_data, tests, test_rows, tokenizer, cfg.thinking, context)
+        evaluate.longest_prompt(cfg.eval_data, tests, test_rows, tokenizer, cfg.thinking, config)
     grader = reward.Grader(cfg.reward, cfg.reward_workers, cfg.reward_concurrency)
     model = load_model(folder, device=device)
     model.activation_checkpointing = cfg.activation_checkpointing

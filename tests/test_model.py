@@ -414,6 +414,29 @@ def test_token_logp_is_stable_and_precise_in_bf16():
     torch.testing.assert_close(dh, exact, atol=0.02, rtol=0.02)
 
 
+def test_autocast_leaves_log_probs_and_entropy_in_fp32():
+    """The loop calls it inside autocast, which rounds the operands of every product of matrices to bf16."""
+    h, w, targets = heads(torch.float32)
+    h, w = h.detach().bfloat16(), w.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        logp, entropy = token_logp(h, w, targets, 1.0, LIMIT, 300 * M)
+    want, want_entropy = plain_logp(h.double(), w.bfloat16().double(), targets, 1.0, LIMIT)
+    torch.testing.assert_close(logp.double(), want, atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("max_elements", [1, 2 ** 22])
+def test_gradient_of_large_logits_keeps_its_digits(max_elements):
+    """A common offset of 1e4 leaves every difference of logits as it is; the exact gradient along it is 0."""
+    h, w, targets = heads(torch.float32)
+    with torch.no_grad():
+        h[:, 0], w[:, 0] = 1, 1e4
+    dh, = torch.autograd.grad(token_logp(h, w, targets, 1.0, LIMIT, max_elements)[0].sum(), h)
+    exact, = torch.autograd.grad(plain_logp(h.double(), w.double(), targets, 1.0, LIMIT)[0].sum(), h)
+    torch.testing.assert_close(dh[:, 1:], exact[:, 1:], atol=5e-3, rtol=0)
+    assert (dh - exact)[:, 0].abs().max() < 0.05            # of 1e4; 4.5 with one rounded log-sum-exp
+
+
 class LargestOutput(TorchDispatchMode):
     numel = 0
 
