@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-0.6B on GSM8K: the frozen workload of the report, every value spelled out.
+# Qwen3-0.6B on GSM8K: a published workload, every value spelled out (--eps 1e-8 is its value, not the default here).
 #
 #   runs/qwen3_0.6b_gsm8k.sh [ALGO] [SEED] [MODEL] [DATA] [OUT] [more train.py options ...]
 #   ADVANTAGE_ESTIMATOR=grpo SEED=42 MODEL_PATH=... PROMPT_DATA=... OUTPUT_DIR=... runs/qwen3_0.6b_gsm8k.sh
@@ -24,6 +24,7 @@ if [ $((PROMPTS * SAMPLES % BATCH)) -ne 0 ]; then
     exit 2
 fi
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1      # or a restart may meet the addresses of the dead (torch #135712)
 exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${PROCESSES:-1}" \
     --rdzv-backend c10d --rdzv-endpoint "${HOST:-localhost:0}" --max-restarts "${MAX_RESTARTS:-0}" \
     train.py --algo "$ALGO" --seed "$SEED" --data-seed 42 \

@@ -106,7 +106,7 @@ def test_group_options_return(tmp_path):
 
 
 def test_save_at_step_zero_of_a_tied_model(tmp_path):
-    """E01: before any update (no optimizer state), and a tied head is written once."""
+    """Before any update (no optimizer state), and a tied head is written once."""
     model, optimizer = build()
     folder = save(tmp_path, 0, model, optimizer, {"next_step": 0})
     assert folder.name == "step_000000" and (tmp_path / "latest").read_text() == "step_000000\n"
@@ -145,7 +145,7 @@ def test_transformers_loads_the_folder_bit_for_bit(tmp_path, tied):
 
 # -------------------------------------------------------------------------------------------------- rotation
 def test_keep_one_leaves_the_last(tmp_path):
-    """E07."""
+    """The last one stays, the older ones go."""
     model, optimizer = build()
     for step in (10, 20, 30):
         folder = save(tmp_path, step, model, optimizer, {"next_step": step}, keep=1)
@@ -190,7 +190,7 @@ def two(tmp_path):
 @pytest.mark.parametrize("name", [*checkpoint.FILES, "manifest.json"])
 @pytest.mark.parametrize("harm", [truncate, flip, os.remove, lambda path: path.write_bytes(b"")])
 def test_a_damaged_file_is_found_and_skipped(two, name, harm):
-    """E05: whatever happened to whichever file, the newest whole checkpoint is taken and the file named."""
+    """Whatever happened to whichever file, the newest whole checkpoint is taken and the file named."""
     newest = two / "step_000020"
     if harm is flip and name == "manifest.json":        # a flipped digit of a digest
         text = (newest / name).read_text()
@@ -426,7 +426,7 @@ def die_at(number, run, step, model, optimizer):
 
 @pytest.mark.parametrize("step, outcomes", [(30, [(20, 1), (30, 2)]), (20, [(20, 1), (20, 2)])])
 def test_kill_before_every_operation_of_a_save(tmp_path, step, outcomes):
-    """E05: a new step, and one that replaces a checkpoint of the same step, with rotation to one."""
+    """A new step, and one that replaces a checkpoint of the same step, with rotation to one."""
     model, optimizer = build()
     for earlier in (10, 20):
         save(tmp_path / "start", earlier, model, optimizer, {"next_step": earlier, "take": 1})

@@ -92,7 +92,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path, changes):
 
 
 def test_geometry_of_the_0_6b():
-    """E16: head_dim is 128 and not 1024 / 16."""
+    """Head_dim is 128 and not 1024 / 16."""
     with torch.device("meta"):
         model = Qwen3(ModelConfig.from_dict({
             **BASE, "vocab_size": 151936, "hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072,
@@ -116,7 +116,7 @@ def test_the_scale_of_attention_comes_from_head_dim():
 # ---------------------------------------------------------------------------------------------------- packing
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_packed_equals_one_by_one(changes):
-    """C03, C16: prompts of 1, 3, 9 tokens, shared, interleaved, unused; responses of 0, 1 and more tokens."""
+    """Prompts of 1, 3, 9 tokens, shared, interleaved, unused; responses of 0, 1 and more tokens."""
     model = build(**changes).double()
     responses = [[t % 89 for t in r] for r in RESPONSES]
     batch = pack(PROMPTS, PROMPT_OF, responses)
@@ -132,7 +132,7 @@ def test_packed_equals_one_by_one(changes):
 
 @pytest.mark.parametrize("prompt, response", [(6, 2), (4, 4), (1, 2), (1, 1), (9, 1)])
 def test_continuation_equals_full_forward(prompt, response):
-    """C05: one query behind 6 keys, 3 queries behind 4 keys: the mask is aligned at the end, not at 0."""
+    """One query behind 6 keys, 3 queries behind 4 keys: the mask is aligned at the end, not at 0."""
     model = build()
     ids = [(7 * i + 3) % 101 for i in range(prompt + response)]
     logp, entropy = model(pack([ids[:prompt]], [0], [ids[prompt:]]))
@@ -155,7 +155,7 @@ def chain_model(table):
 
 
 def test_no_shift_by_one():
-    """D15: prompt [1,2], response [3,4,EOS]: three log-probs, of 3 after 2, of 4 after 3, of EOS after 4."""
+    """Prompt [1,2], response [3,4,EOS]: three log-probs, of 3 after 2, of 4 after 3, of EOS after 4."""
     table = torch.randn(7, 7, generator=torch.Generator().manual_seed(1)) * 3
     eos = 6
     logp, _ = chain_model(table)(pack([[1, 2]], [0], [[3, 4, eos]]))
@@ -301,7 +301,7 @@ def test_norms_compute_in_fp32_and_round_once(x, w, autocast):
 
 
 def test_rotation_tables_in_every_precision():
-    """C23: in bf16, positions 256 and 257 would be one."""
+    """In bf16, positions 256 and 257 would be one."""
     positions = torch.tensor([0, 1, 256, 257, 1023, 40959])
     model = build(max_position_embeddings=40960, head_dim=16).bfloat16()
     cos, sin = (table[positions][:, None] for table in model_file.rope_tables(model.config, 40960))
@@ -386,7 +386,7 @@ def test_token_logp_gradcheck():
 
 
 def test_ids_beyond_the_limit_are_outside(monkeypatch):
-    """C11: a padding id with the largest logit changes nothing; as a target it is impossible, not likely."""
+    """A padding id with the largest logit changes nothing; as a target it is impossible, not likely."""
     h, w, targets = heads(torch.float32)
     want = token_logp(h, w[:LIMIT], targets)
     w.data[LIMIT + 3] = 50 * h.detach()[0]
@@ -538,7 +538,7 @@ def test_weights_are_copies_of_the_file(folder):
 
 
 def test_redundant_head_of_a_tied_model(folder):
-    """E03: the same again is fine, another one is an error and not dropped."""
+    """The same again is fine, another one is an error and not dropped."""
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(folder, lm_head__weight=embed)
     model = load_model(folder)
@@ -550,7 +550,7 @@ def test_redundant_head_of_a_tied_model(folder):
 
 
 def test_the_tie_flag_decides(folder):
-    """E04: an untied head of minus the embeddings changes the sign; a missing flag means untied."""
+    """An untied head of minus the embeddings changes the sign; a missing flag means untied."""
     tied = load_model(folder).logits([3, 1, 4])
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(folder, lm_head__weight=-embed)
@@ -571,7 +571,7 @@ def test_the_tie_flag_decides(folder):
     (-1.0, None, "rope_theta")])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rope_theta_wherever_it_is(folder, top, nested, want, key):
-    """E17: on top, nested, or an error that says so; never a silent 10000."""
+    """On top, nested, or an error that says so; never a silent 10000."""
     edit_config(folder, rope_theta=top, **{key: nested})
     if isinstance(want, float):
         assert load_model(folder).config.rope_theta == want
@@ -634,7 +634,7 @@ def test_broken_files_are_named(folder, tmp_path):
 
 
 def test_broken_shards_are_named(folder):
-    """E13: every shard that the index names is looked for before any is read, and only in the folder."""
+    """Every shard that the index names is looked for before any is read, and only in the folder."""
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     half = sorted(whole)[::2]

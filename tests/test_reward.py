@@ -2,9 +2,9 @@ r"""Tests of reward.py: the marked answer, exact numbers, labels, formulas, work
 
 Where the public cases leave both outcomes open, this is what reward.py does and why:
 
-    two boxes, two '####', a second question       the last one counts: the contract's rule judges no prose
+    two boxes, two '####', a second question       the last one counts: the documented rule judges no prose
     a box that is not closed                       no answer: it may have been cut off
-    three hashes, \boxed 72, 'The answer is 18.'   no answer: only the two marks of the contract are marks
+    three hashes, \boxed 72, 'The answer is 18.'   no answer: only the two documented marks are marks
     nested boxes                                   the outermost; 50 around one number are the number
     72% for 0.72, 90 minutes for 1.5               wrong: nothing is converted
     1/3 for 0.333, 0.333 for 0.33                  wrong: nothing is rounded

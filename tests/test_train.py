@@ -705,7 +705,7 @@ def test_wrong_use_of_the_script_itself(home, processes, tmp_path):
     assert said[0].startswith("train.py: error: --samples-per-prompt 1") and said[0].count("\n") == 1 and not said[1]
 
 
-# --------------------------------------------------------------------------------------------- every option (H09)
+# --------------------------------------------------------------------------------------------- every option
 OTHER = {"algo": "grpo", "model": "x", "train_data": "x", "eval_data": "x", "question_key": "x", "answer_key": "x",
          "reward": "x", "out": "x", "resume": True, "steps": 3, "prompts_per_step": 7, "samples_per_prompt": 6,
          "max_new_tokens": 5, "updates_per_rollout": 2, "epochs": 2, "lr": 0.5, "kl_coef": 0.5, "no_kl": True,
