@@ -35,6 +35,7 @@ NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SIZES = {"tiny": dict(zip(NAMES, (512, 128, 384, 4, 4, 2, 32, 512), strict=True)),
          "0.6B": dict(zip(NAMES, (151936, 1024, 3072, 28, 16, 8, 128, 40960), strict=True))}
 
+
 @dataclasses.dataclass
 class Config:
     what: Literal["sampler", "learner", "step"]     # the comparison
@@ -42,6 +43,7 @@ class Config:
     repeats: int = 5                        # turns per figure (the 0.6B cases on a CPU take half)
     only: Literal["", "tiny", "0.6B"] = ""  # one of the two models
     json: str = ""                          # also write the cases there: name, ours, peer, ratio, ...
+
 
 def turns(ours, peer, repeats, device):
     """Calls two functions alternately, after one warm-up of each -> median s of ours, of the peer, ratio."""
@@ -57,12 +59,14 @@ def turns(ours, peer, repeats, device):
     pairs = [(timed(ours), timed(peer)) for _ in range(repeats + 1)][1:]
     return (*map(statistics.median, zip(*pairs, strict=True)), statistics.median(y / x for x, y in pairs))
 
+
 def limits(device, dtype):
     """(matrix-product FLOP/s at 1,024^3, copy bytes/s) of this machine now."""
     a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
     big, other = (torch.empty(2 ** 26, device=device) for _ in range(2))
     product, copied, _ = turns(lambda: linear(a, b), lambda: other.copy_(big), 10, device)
     return 2 * 1024 ** 3 / product, 2 * big.nbytes / copied
+
 
 def peak_mib(device, f):
     """Peak memory of f in MiB beyond what was there: CUDA's allocator, else the process (Linux only)."""
@@ -80,10 +84,12 @@ def peak_mib(device, f):
     peak = Path("/proc/self/status").read_text()
     return (int(re.search(r"VmHWM:\s+(\d+)", peak)[1]) - int(re.search(r"VmRSS:\s+(\d+)", before)[1])) / 1024
 
+
 def show(cases, name, unit, ours, peer=None, ratio=None, **more):
     cases.append({"name": name, "unit": unit, "ours": ours, "peer": peer, "ratio": ratio, **more})
     print(f"{name:<44} {ours:>10.4g} {f'{peer:.4g}' if peer else '':>10} {unit:<9}",
           f"ratio {ratio:>6.2f}" if ratio else "", *(f"  {k} {v:.3g}" for k, v in more.items()), flush=True)
+
 
 def matmul_flops(c, with_head=True):
     """Forward FLOPs of the matrix products per token (attention scores not counted); c: one of SIZES."""
@@ -91,8 +97,10 @@ def matmul_flops(c, with_head=True):
                                 + 3 * c["intermediate_size"])
     return 2 * (c["num_hidden_layers"] * layer + with_head * c["vocab_size"] * c["hidden_size"])
 
+
 def random_ids(count, length, vocab, seed=1):
     return torch.randint(0, vocab, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
 
 class Bench:
     """One model twice (ours, and the same random weights in transformers) with the limits of this machine."""
@@ -119,6 +127,7 @@ class Bench:
             more |= {"ours_mib": peak_mib(self.device, ours), "peer_mib": peak_mib(self.device, peer)}
         show(self.cases, name, "tok/s", tokens / a, tokens / b, ratio, **more)
         return a, b
+
 
 def bench_sampler(b):
     """Prefill (one new token), the whole, and decode: what the other tokens add."""
@@ -160,6 +169,7 @@ def bench_sampler(b):
     if b.size == "tiny":
         refill_case(b)
 
+
 def refill_case(b):
     """256 responses of geometric length (8 of 512 ids end one) in 32 slots; peer: 8 lock-step batches."""
     sampler = Sampler(b.ours, range(0, 512, 64), 512, 32, b.dtype)
@@ -170,6 +180,7 @@ def refill_case(b):
             prompts[i:i + n], rows[i:i + n], 1, 0, 0, options))
     b.compare("256 ragged through 32 slots (peer: lock-step)", generate(256),
               lambda: generate(256), lambda: generate(32))
+
 
 def bench_learner(b):
     """Responses of equal length without shared prompts, then K of ragged length (1/4 to 7/4 of the mean)."""
@@ -188,6 +199,7 @@ def bench_learner(b):
                   plain_pass(b.peer, [prompts[i // shared] + r for i, r in enumerate(responses)], prompt),
                   flops=3 * (len(batch.tokens) * body + len(batch.targets) * (whole - body)), memory=True)
 
+
 def learner_pass(model, batch, dtype):
     """Our forward, loss and backward of one micro-batch; fp32 master weights, autocast for 16-bit."""
     def run():
@@ -196,6 +208,7 @@ def learner_pass(model, batch, dtype):
         logp.mean().backward()
         model.zero_grad(set_to_none=True)
     return run
+
 
 def plain_pass(model, sequences, prompt):
     """What a plain transformers loop does: right padding, full logits in fp32, log_softmax, gather. `prompt`:
@@ -211,6 +224,7 @@ def plain_pass(model, sequences, prompt):
         logp[answer].mean().backward()
         model.zero_grad(set_to_none=True)
     return run
+
 
 def bench_step(cfg, cases):
     """One RL step (rollout, reward, reference, update) of 4 prompts x 8 short responses on the tiny model:
@@ -253,6 +267,7 @@ def bench_step(cfg, cases):
         1e3 * statistics.median(seconds) for seconds in zip(*pairs[2:], strict=True)),
         statistics.median(y / x for x, y in pairs[2:]))
 
+
 def main(cfg):
     with cli.user_errors():
         device = distributed.pick_device(cfg.device)
@@ -268,6 +283,7 @@ def main(cfg):
     if cfg.json:
         about = {"what": cfg.what, "device": device.type, "torch": torch.__version__}
         Path(cfg.json).write_text(json.dumps(about | {"cases": cases}, indent=2), encoding="utf-8")
+
 
 if __name__ == "__main__":
     main(cli.parse(Config, __doc__))

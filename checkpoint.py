@@ -25,6 +25,7 @@ from model import load_model, local_folder, read_tensors, save_model
 FILES = ("config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json")
 NAMES = "step_" + 6 * "[0-9]"
 
+
 def save(run_dir, step, model, optimizer, state, source=None, keep=0):
     """Writes RUN/step_<step>, then removes older complete ones until `keep` are left (0: removes none) -> its
     Path. state: JSON values. source: the model folder with the tokenizer. A ZeroRedundancyOptimizer must have
@@ -65,11 +66,13 @@ def save(run_dir, step, model, optimizer, state, source=None, keep=0):
             os.rename(path, path.with_name(f".tmp-{path.name}"))     # its files go in `_clean`, killed or not
     return final
 
+
 def _named_groups(model, optimizer):
     names, options = {p: name for name, p in model.named_parameters()}, ("lr", "betas", "eps", "weight_decay")
     groups = [{"params": [names[p] for p in group["params"]], **{key: group[key] for key in options}}
               for group in optimizer.param_groups]
     return groups, [name for group in groups for name in group["params"]]
+
 
 @contextlib.contextmanager
 def _alone(run_dir):
@@ -84,6 +87,7 @@ def _alone(run_dir):
         _clean(run_dir)
         os.close(descriptor)
 
+
 def _clean(run_dir):
     with contextlib.suppress(OSError):              # a run folder may be read-only by now
         for old in run_dir.glob(".old-" + NAMES):   # replaced: back again if its replacement never came
@@ -92,10 +96,12 @@ def _clean(run_dir):
         for left in run_dir.glob(".tmp-*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
+
 def _flush(*paths):
     for descriptor in (os.open(path, os.O_RDONLY) for path in paths):
         os.fsync(descriptor)
         os.close(descriptor)
+
 
 def _sha256(path):
     digest = hashlib.sha256()
@@ -103,6 +109,7 @@ def _sha256(path):
         while block := file.read(2 ** 22):
             digest.update(block)
     return digest.hexdigest()
+
 
 def latest_complete(run_dir):
     """(newest whole checkpoint or None, a line for each newer one that is not); waits for a running save."""
@@ -113,6 +120,7 @@ def latest_complete(run_dir):
                 return folder, notes
             notes.append(f"{folder.name} is not complete and is skipped: {'; '.join(problems)}")
     return None, notes
+
 
 def verify(folder, hashes=True):
     """What is wrong with a checkpoint, a line per file; none when it is whole. `hashes=False`: sizes only."""
@@ -134,6 +142,7 @@ def verify(folder, hashes=True):
         except OSError as error:
             problems.append(f"{name!r} cannot be read ({error.strerror})")
     return problems
+
 
 def load(folder, model, optimizer):
     """Restores weights (in place), optimizer state and options bit for bit -> the `state` that was saved.

@@ -15,6 +15,7 @@ import sys
 
 import tyro
 
+
 def parse(config_class, doc, argv=None):
     """`config_class` filled from `argv` (default: sys.argv). Unknown or malformed options exit with status 2
     and one line that names the option and the nearest one that exists."""
@@ -30,6 +31,7 @@ def parse(config_class, doc, argv=None):
         message = " ".join(itertools.takewhile(bool, lines)) or "the command line could not be read"
         fail(f"{message}{_suggestion(config_class, argv)} (--help lists the options)")
 
+
 def _suggestion(config_class, argv):
     """The nearest options that exist: by beginning, by initials (learning-rate: lr), by spelling."""
     known = [("no-" if f.default is True else "") + f.name.replace("_", "-")
@@ -41,12 +43,14 @@ def _suggestion(config_class, argv):
             near += (close or difflib.get_close_matches(word, known, n=1))[:1]
     return f"; did you mean {', '.join('--' + k for k in near)}?" if near else ""
 
+
 def fail(message):
     """One line on stderr (once per machine under torchrun), exit status 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{os.path.basename(sys.argv[0]) or 'nanorpp'}: error:", *str(message).split(), file=sys.stderr,
               flush=True)
     raise SystemExit(2)
+
 
 @contextlib.contextmanager
 def user_errors():

@@ -19,10 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+
 class Problem(NamedTuple):
     row: int                # from 0, in file order; also the identity of its group of responses
     question: str
     label: str
+
 
 class Problems:
     """Problems by row. `sha256`: of a JSON line [question, label] per row, in UTF-8; `converted`: labels cut
@@ -42,6 +44,7 @@ class Problems:
         rows = "".join(f", row {row} repeats {first}" for row, first in self.duplicate_rows)
         return (f"{self.source}: {len(self)} problems, sha256 {self.sha256[:12]}, {self.converted} labels "
                 f"cut out of rationales, {self.duplicates} repeated questions{rows}")
+
 
 def load_problems(source, question_key="question", answer_key="answer",
                   read_label=lambda label, where: (label, False), split=None):
@@ -74,6 +77,7 @@ def load_problems(source, question_key="question", answer_key="answer",
     problems.sha256 = digest.hexdigest()
     return problems
 
+
 def _local(source):
     """The path of `source`, which opens no socket, or else that of the fetched hub data set."""
     path = Path(source).expanduser()
@@ -87,8 +91,10 @@ def _local(source):
     except Exception as error:
         raise ValueError(f"{source}: no such path, and not from the hub ({type(error).__name__})") from None
 
+
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?=[-_./]|$)")
 _SHARD = re.compile(r"^(.*?)(\d+)(-of-(\d+)\..*)")          # train-00000-of-00003.parquet
+
 
 def _files(path, split):
     """Files in order: of a folder those of `split`, and of several hub configurations 'main' or 'default'."""
@@ -113,10 +119,12 @@ def _files(path, split):
             raise FileNotFoundError(f"{files[0].with_name(min(missing))}: shard is missing")
     return files
 
+
 def _check_columns(place, keys, present):
     for key in (k for k in keys if k not in present):
         near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(key, present, n=1))
         raise ValueError(f"{place}: no column {key!r} among {', '.join(map(repr, present))}{near}")
+
 
 def _jsonl_rows(path, *keys):
     """Lines end at \\n alone: U+2028, U+2029 and U+0085 are characters of a text like any other."""
@@ -131,6 +139,7 @@ def _jsonl_rows(path, *keys):
             _check_columns(place, keys, list(row))
             yield place, *(row[key] for key in keys)
 
+
 def _parquet_rows(path, *keys):
     import pyarrow.parquet
     number = 0
@@ -144,7 +153,9 @@ def _parquet_rows(path, *keys):
     except (pyarrow.ArrowException, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} after row {number}: not readable as parquet ({error})") from None
 
+
 _READERS = {".jsonl": _jsonl_rows, ".json": _jsonl_rows, ".parquet": _parquet_rows}
+
 
 def load_tokenizer(folder):
     """The tokenizer of a local model folder; no network is asked. FileNotFoundError, ValueError."""
@@ -156,6 +167,7 @@ def load_tokenizer(folder):
     except Exception as error:
         raise ValueError(f"{folder}: tokenizer not readable ({str(error).splitlines()[:1]})") from None
 
+
 def eos_ids(folder, tokenizer):
     """All ids that end a response, of generation_config.json, else config.json, else the tokenizer."""
     paths = [Path(folder) / name for name in ("generation_config.json", "config.json")]
@@ -166,6 +178,7 @@ def eos_ids(folder, tokenizer):
         raise ValueError(f"{folder}: eos_token_id {ids} is no token id or list of them")
     return ids
 
+
 def prompt_ids(tokenizer, question, thinking=True):
     """Ids of one user turn, the raw question, with the generation prompt and no system prompt."""
     ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
@@ -173,9 +186,11 @@ def prompt_ids(tokenizer, question, thinking=True):
     ids = ids["input_ids"] if hasattr(ids, "keys") else ids                # a mapping since transformers 5
     return [int(i) for i in (ids[0] if len(ids) and isinstance(ids[0], list) else ids)]
 
+
 def vocab_limit(tokenizer):
     """1 + the largest id the tokenizer knows: 151669 for Qwen3, whose output layer has 151936 rows."""
     return 1 + max(tokenizer.get_vocab().values())
+
 
 @lru_cache(maxsize=4)
 def _permutation(n, seed, stream):
@@ -183,16 +198,19 @@ def _permutation(n, seed, stream):
     words = np.random.Philox(key=np.array([seed % 2 ** 64, stream], np.uint64)).random_raw(n)
     return np.argsort(words, kind="stable")
 
+
 def prompt_rows(n, per_step, step, data_seed):
     """Rows of step `step` (from 0) of endless epochs, each its own permutation: a row may come twice."""
     places = (divmod(i, n) for i in range(step * per_step, (step + 1) * per_step))
     return [int(_permutation(n, data_seed, epoch)[place]) for epoch, place in places]
+
 
 def subset_rows(n, size, seed):
     """The first `size` rows of a permutation of range(n) that is unrelated to the order of training."""
     if not 0 < size <= n:
         raise ValueError(f"a subset of {size} rows out of {n}")
     return [int(row) for row in _permutation(n, seed, 2 ** 64 - 1)[:size]]
+
 
 def micro_batches(prompt_lengths, response_lengths, prompt_of, rows, max_tokens):
     """`rows` (indices of responses) in micro-batches of at most `max_tokens` tokens, or one longer response.
@@ -208,6 +226,7 @@ def micro_batches(prompt_lengths, response_lengths, prompt_of, rows, max_tokens)
         batch[0].append(row)
         batch[2].add(p)
     return [sorted(batch[0]) for batch in batches]
+
 
 def split_groups(token_counts, world):
     """Groups of each of `world` ranks, maybe none: the longest first, each to the rank with the fewest tokens

@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 _timeout = datetime.timedelta(minutes=30)       # of the process group
 
+
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
+
 def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
+
 
 def pick_device(name="auto"):
     """'auto' is this process's CUDA device if there is one, else the CPU. ValueError when it is not there."""
@@ -34,9 +37,11 @@ def pick_device(name="auto"):
         raise ValueError("--device mps: not available on this machine; use --device cpu")
     return torch.device(name + f":{os.environ.get('LOCAL_RANK', '0')}" * (name == "cuda"))
 
+
 def compute_dtype(name, device):
     """'auto' is bfloat16 on CUDA and float32 elsewhere."""
     return getattr(torch, {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(name, name))
+
 
 @contextlib.contextmanager
 def process_group(device, timeout_minutes):
@@ -67,6 +72,7 @@ def process_group(device, timeout_minutes):
         gc.collect()
         dist.destroy_process_group()
 
+
 @contextlib.contextmanager
 def stage(name):
     """Around code with collectives: a failure (a time-out, a lost peer) says what it was in."""
@@ -77,6 +83,7 @@ def stage(name):
             print(f"[rank {rank()}] failed in {name}: {error}".split("\n")[0], file=sys.stderr, flush=True)
         raise
 
+
 def all_sum(values, device, op=dist.ReduceOp.SUM):
     """{name: number or 0-dim tensor}, summed over ranks in one fp64 collective, as {name: float}."""
     total = torch.tensor([float(v) for v in values.values()], dtype=torch.float64,
@@ -85,9 +92,11 @@ def all_sum(values, device, op=dist.ReduceOp.SUM):
         dist.all_reduce(total, op)
     return dict(zip(values, total.tolist(), strict=True))
 
+
 def all_max(value, device):
     """The largest of every rank's number, as a float on every rank."""
     return all_sum({"max": value}, device, dist.ReduceOp.MAX)["max"]
+
 
 def gather_objects(obj):
     """List of every rank's object (pickled between our own processes only), in rank order, on every rank.
@@ -100,6 +109,7 @@ def gather_objects(obj):
     out = [None] * world_size()
     dist.all_gather_object(out, obj)
     return out
+
 
 def print0(*args, **kwargs):
     if os.environ.get("RANK", "0") == "0":          # also before the group exists

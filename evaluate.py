@@ -33,12 +33,14 @@ from sample import Sampler, Sampling
 
 CHUNK = 64          # prompts between two appends to responses.jsonl: what a kill can lose
 
+
 def pass_at_k(n, c, k):
     """Unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that k draws hold a right one, from c right of
     n (Chen et al. 2021, arXiv 2107.03374, eq. 1). ValueError when k > n."""
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples and 0 <= right <= n; got {c} right of {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
 
 def summarize(records, samples, k_list=None):
     """The figures of one evaluation from its records ({row, sample, verdict, finish, length}).
@@ -67,6 +69,7 @@ def summarize(records, samples, k_list=None):
         "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": n,
         "per_prompt": [[row, n, c] for row, c in sorted(right.items())]}
 
+
 def longest_prompt(source, problems, rows, tokenizer, thinking, config):
     """Tokens of the longest prompt of `rows` of `problems`, read from `source`. ValueError names a row whose
     prompt leaves no room for a response."""
@@ -76,6 +79,7 @@ def longest_prompt(source, problems, rows, tokenizer, thinking, config):
         raise ValueError(f"{source}: the prompt of row {row} has {lengths[row]} tokens, the context is "
                          f"{config.max_position_embeddings}: no room for a response")
     return lengths[row]
+
 
 def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling, thinking=True,
              done=(), on_chunk=None):
@@ -103,10 +107,12 @@ def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling
             on_chunk(chunk)
     return sorted(records, key=itemgetter("row", "sample"))
 
+
 def subset_sha256(problems, rows):
     """SHA-256 over one JSON line [row, question, label] per row, in order."""
     lines = (json.dumps(problems[row], ensure_ascii=False) + "\n" for row in rows)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
 
 # ----------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
@@ -133,6 +139,7 @@ class Config:
     timeout_minutes: float = 60.0           # how long a process waits for a slower one
     out: str = ""                           # folder for responses.jsonl and summary.json (none: print only)
 
+
 def resume_records(folder, identity, samples):
     """Complete rows of a killed run of the same evaluation. ValueError when `folder` holds something else."""
     settings, rows = folder / "settings.json", {}
@@ -151,6 +158,7 @@ def resume_records(folder, identity, samples):
         rows.setdefault(record["row"], {})[record["sample"]] = record
     return [r for by_sample in rows.values() if len(by_sample) == samples for r in by_sample.values()]
 
+
 def table(s):
     """The summary `s` in three lines."""
     noise, (low, high) = s["decoding_noise"], s["pass@1_ci95"]
@@ -163,6 +171,7 @@ def table(s):
         f"grader errors {s['errors']}/{s['prompts'] * s['samples']}   truncated {s['truncation']:.1%}   "
         f"mean length {s['mean_length']:.1f} tokens"])
 
+
 def check(cfg):
     """Every refusal that needs no file. ValueError names the option."""
     for name in ("samples", "max_new_tokens", "slots", "timeout_minutes", "reward_workers"):
@@ -172,6 +181,7 @@ def check(cfg):
         raise ValueError(f"--rows {cfg.rows}, --seed {cfg.seed}: cannot be negative (or above 2^63)")
     if any(not 1 <= k <= cfg.samples for k in cfg.k):
         raise ValueError(f"--k {' '.join(map(str, cfg.k))}: must lie between 1 and --samples {cfg.samples}")
+
 
 def main(cfg):
     with cli.user_errors():
@@ -215,6 +225,7 @@ def main(cfg):
         distributed.print0(f"{table(summary)}\n{time.time() - started:.1f} s"
                            + (f", {len(done)} responses from before" if done else "")
                            + (f", results in {cfg.out}" if cfg.out else ""))
+
 
 if __name__ == "__main__":
     main(cli.parse(Config, __doc__))

@@ -26,6 +26,7 @@ from advantage import ALGORITHMS
 from loss import clipped_surrogate, kl_k1, kl_k2, response_mean
 from model import pack
 
+
 @dataclasses.dataclass
 class Batch:
     """This rank's share of a rollout, whole groups, in prompt order."""
@@ -41,6 +42,7 @@ class Batch:
         return data.micro_batches([len(p) for p in self.prompts], [len(r) for r in self.responses],
                                   self.group.tolist(), rows, max_tokens)
 
+
 def make_batch(prompts, records, device):
     """records: dicts with group, index, tokens, logps, reward of this rank's responses, group by group.
     -> Batch"""
@@ -55,6 +57,7 @@ def make_batch(prompts, records, device):
                  torch.tensor([r["reward"] for r in records], dtype=torch.float64),
                  mask.to(device), sampled.to(device))
 
+
 def forward(model, batch, rows, cfg, vocab_limit):
     """Log-probs and entropies [len(rows),T] of some rows: one packed pass of the (wrapped) model."""
     used = sorted({int(batch.group[b]) for b in rows})
@@ -65,8 +68,10 @@ def forward(model, batch, rows, cfg, vocab_limit):
     mask = batch.mask[rows]
     return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logp, entropy))
 
+
 def autocast(cfg, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+
 
 @torch.no_grad()
 def batch_logp(model, batch, cfg, vocab_limit):
@@ -75,6 +80,7 @@ def batch_logp(model, batch, cfg, vocab_limit):
     for rows in batch.micro_batches(range(len(batch.responses)), cfg.max_tokens_per_device):
         out[rows] = forward(model, batch, rows, cfg, vocab_limit)[0]
     return out
+
 
 def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, total, cfg, vocab_limit):
     """Backward passes of one update: the gradient of the mean loss over `total` responses of all ranks,
@@ -120,6 +126,7 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
         sums["gap_max"] = torch.maximum(gap.max(), sums["gap_max"]) if "gap_max" in sums else gap.max()
     return sums
 
+
 def optimizer_step(model, optimizer, cfg):
     """Clips the reduced gradient to a global L2 norm and steps. -> (norm before, coefficient applied, name of
     the first non-finite gradient, "their norm" if only that overflows, or None). A non-finite one skips the
@@ -133,6 +140,7 @@ def optimizer_step(model, optimizer, cfg):
     optimizer.zero_grad(set_to_none=True)
     return float(norm), float("nan") if bad else min(1.0, cfg.grad_clip / (float(norm) + 1e-6)), bad
 
+
 def make_optimizer(model, cfg):
     """AdamW, decay on matrices only; with --zero its state is sharded over the ranks."""
     groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": cfg.weight_decay},
@@ -141,6 +149,7 @@ def make_optimizer(model, cfg):
     if cfg.zero and distributed.world_size() > 1:
         return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)
+
 
 def update_minibatches(step, count, cfg):
     """Global response indices of each update of a rollout: all, or seeded mini-batches every epoch."""

@@ -15,10 +15,12 @@ valid token stays visible and stops the step. Torch only. Letters in shapes: B r
 
 import torch
 
+
 def _difference(a, b, mask):
     """a - b on valid tokens, exactly 0 (value and gradient) elsewhere; fp32 at least; b is constant. [B,T]"""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return torch.where(mask.bool(), a.to(dtype) - b.detach().to(dtype), 0)
+
 
 def clipped_surrogate(logp, logp_old, advantages, mask, clip=0.2):
     """PPO's token loss (arXiv 1707.06347, eq. 7, negated). All [B,T] -> (loss [B,T], clipped [B,T] bool):
@@ -31,19 +33,23 @@ def clipped_surrogate(logp, logp_old, advantages, mask, clip=0.2):
     kept = torch.exp(torch.where(clipped, 0, log_ratio))      # before exp: where it overflows, 0 * inf is NaN
     return torch.where(clipped, limited, -kept * advantage), clipped
 
+
 def kl_k1(logp, logp_ref, mask):
     """logp - logp_ref: unbiased, signed. [B,T] -> [B,T]"""
     return _difference(logp, logp_ref, mask)
 
+
 def kl_k2(logp, logp_ref, mask):
     """0.5 (logp - logp_ref)^2, unclamped; d k2 / d logp = logp - logp_ref. [B,T] -> [B,T]"""
     return 0.5 * _difference(logp, logp_ref, mask).square()
+
 
 def kl_k3(logp, logp_ref, mask):
     """exp(-d) - 1 + d with d = logp - logp_ref: unbiased, never negative, for comparison only (no algorithm
     here trains on it). |d| is limited to 20, far before the exponential leaves fp32. [B,T] -> [B,T]"""
     d = _difference(logp, logp_ref, mask).clamp(-20, 20)
     return torch.expm1(-d) + d
+
 
 def response_mean(x, mask, total_responses):
     """This part's share of (1/B) sum_i (1/max(L_i,1)) sum_t m_it x_it. x, mask [b,T], any part of the batch

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+
 @dataclasses.dataclass
 class ModelConfig:
     """The fields of a Qwen3 config.json that the computation depends on; `raw` keeps the whole file."""
@@ -68,13 +69,16 @@ class ModelConfig:
     def from_folder(cls, folder):
         return cls.from_dict(_read_json(Path(folder) / "config.json"), str(Path(folder) / "config.json"))
 
+
 _KINDS = {field.name: field.type for field in dataclasses.fields(ModelConfig) if field.name != "raw"}
+
 
 def _read_json(path):
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: not a JSON object ({error})") from None
+
 
 @dataclasses.dataclass
 class Packed:
@@ -91,6 +95,7 @@ class Packed:
     def to(self, device):
         moved = {key: x.to(device, non_blocking=True) for key, x in vars(self).items() if torch.is_tensor(x)}
         return dataclasses.replace(self, **moved, layout={})
+
 
 def pack(prompts, prompt_of, responses):
     """prompts: id lists; response i (an id list, may be empty) continues prompts[prompt_of[i]]. -> Packed."""
@@ -109,6 +114,7 @@ def pack(prompts, prompt_of, responses):
     positions = [i for x, q in zip(keys, q_lens, strict=True) for i in range(len(x) - q, len(x))]
     return Packed(*map(torch.LongTensor, (tokens, positions, select, targets)), q_lens, keys)
 
+
 @cache         # a failing import of flash-attn searches the whole path: once, not once per layer
 def varlen_kernel(device, dtype):
     """(name, function) of the fastest variable-length attention: flash-attn when importable, else PyTorch's.
@@ -122,6 +128,7 @@ def varlen_kernel(device, dtype):
         from torch.nn.attention.varlen import varlen_attn
     return "torch varlen", lambda q, k, v, *lengths: varlen_attn(
         q, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)), *lengths, window_size=(-1, 0))
+
 
 def _padded_layout(batch, device, limit=2 ** 24):
     """Yields groups of segments for padded attention: (q_index [s,Q], k_index [s,K], mask or None, keep). All
@@ -141,6 +148,7 @@ def _padded_layout(batch, device, limit=2 ** 24):
                 mask = (torch.arange(k_index.shape[1]) <= seen[:, :, None])[:, None].to(device)  # [s,1,Q,K]
             yield q_index.to(device), k_index.to(device), mask, keep.to(device)
 
+
 def attention(q, k, v, batch):
     """Causal attention inside each segment. q [N,H,D], k and v [N,G,D] -> [N,H,D]."""
     kernel, layout, out = varlen_kernel(q.device, q.dtype), batch.layout, []
@@ -159,6 +167,7 @@ def attention(q, k, v, batch):
         out.append(o.transpose(1, 2).flatten(0, 1)[keep])
     return torch.cat(out)
 
+
 def rope_tables(config, length, device="cpu"):
     """cos and sin [length, D/2] in fp32, computed in fp64: in bf16 positions 256 and 257 would collide."""
     wide = {"dtype": torch.float64, "device": "cpu" if torch.device(device).type == "mps" else device}
@@ -166,10 +175,12 @@ def rope_tables(config, length, device="cpu"):
     angle = torch.arange(length, **wide)[:, None] * freq
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
+
 def apply_rope(x, cos, sin):
     """Rotates the two halves of each head (the HF convention). x [N,H,D]; cos, sin [N,1,D/2] -> [N,H,D]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
 
 @cache
 def onednn(dtype=torch.float32):
@@ -179,6 +190,7 @@ def onednn(dtype=torch.float32):
         op = torch.ops.mkldnn._linear_pointwise
         op(*torch.zeros(2, 2, 2, dtype=dtype), None, "none", [], "")
         return lambda x, w: op(x, w, None, "none", [], "")
+
 
 class _OneDNNLinear(torch.autograd.Function):
     """x [N,in] w^T in fp32 on a CPU, and both gradients."""
@@ -194,12 +206,14 @@ class _OneDNNLinear(torch.autograd.Function):
         dw = onednn()(x.T, g.T).T if w.shape[1] < len(w) else onednn()(g.T, x.T)    # by the shorter side
         return onednn()(g, w.T), dw
 
+
 def linear(x, w):
     """x [N,in], w [out,in] -> x w^T [N,out]: by oneDNN for fp32 on a CPU, else F.linear (in compiled blocks
     too: there oneDNN takes frozen weights only)."""
     fp32 = x.is_cpu and x.dtype == w.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     ours = fp32 and x.ndim == 2 and x.numel() and not torch.compiler.is_compiling() and onednn()
     return _OneDNNLinear.apply(x, w) if ours else F.linear(x, w)
+
 
 def linear_fp32(x, w):
     """x [N,in] w^T -> [N,out] in fp32 (fp64): logits in bf16 would be off by up to 2^-9 of their size."""
@@ -208,6 +222,7 @@ def linear_fp32(x, w):
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         return linear(x.to(wide), w.to(wide))
+
 
 class _TokenLogp(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] and the entropy, without ever holding M x V logits: V goes in
@@ -253,6 +268,7 @@ class _TokenLogp(torch.autograd.Function):
                 dw[v:v + len(w)] = linear(p.T, h.T)
         return dh.to(h.dtype), dw, None, None, None, None
 
+
 def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elements=None):
     """Log-prob of each target under softmax over ids < vocab_limit at `temperature`; the entropy (no grad).
     h [M,E], weight [V,E], targets [M] -> two fp32 (fp64) [M]. Ids from `vocab_limit` on are outside as in the
@@ -261,16 +277,19 @@ def token_logp(h, weight, targets, temperature=1.0, vocab_limit=None, max_elemen
     limit, size = min(vocab_limit or len(weight), len(weight)), max_elements or 2 ** (24 if h.is_cuda else 22)
     return _TokenLogp.apply(h, weight, targets, float(temperature), limit, size)
 
+
 class RMSNorm(nn.RMSNorm):
     """In fp32 inside (fp64 stays), rounded once. nn.RMSNorm isn't fused for bf16 x and an fp32 weight."""
     def forward(self, x):
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
+
 class Linear(nn.Linear):
     """Without bias."""
     def forward(self, x):
         return linear(x, self.weight)
+
 
 class Block(nn.Module):
     def __init__(self, c):
@@ -294,6 +313,7 @@ class Block(nn.Module):
         x = x + a.o_proj(self.attention(q, k, v, batch).flatten(-2))
         y = self.post_attention_layernorm(x)
         return x + m.down_proj(F.silu(m.gate_proj(y)) * m.up_proj(y))
+
 
 class Qwen3(nn.Module):
     """Weights in fp32 are the master weights; under bf16 autocast products run in bf16; norms, rotation and
@@ -352,6 +372,7 @@ class Qwen3(nn.Module):
         h = self.hidden(pack([list(ids)], [], []).to(self.head_weight.device))
         return linear_fp32(h, self.head_weight.to(h.dtype))
 
+
 def local_folder(name_or_path):
     """A folder as it is, or the local snapshot of a hub name like Qwen/Qwen3-0.6B (fetched when needed)."""
     path, name = Path(name_or_path), str(name_or_path)
@@ -365,12 +386,14 @@ def local_folder(name_or_path):
     except Exception as error:      # the hub client raises a dozen kinds; the user needs one line
         raise OSError(f"{name}: no such folder, and not available from the hub ({error})") from None
 
+
 def read_tensors(path):
     """{name: tensor} of a safetensors file: views of it, so copy them. ValueError names a broken file."""
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a complete safetensors file ({error})") from None
+
 
 def load_model(name_or_path, dtype=torch.float32, device="cpu"):
     """Qwen3 with the folder's weights. ValueError names a missing, unexpected or misshapen tensor or option;
@@ -410,6 +433,7 @@ def load_model(name_or_path, dtype=torch.float32, device="cpu"):
                          f"but lm_head.weight differs from {embed}")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(True)
+
 
 def save_model(model, folder, source=None):
     """Writes config.json and model.safetensors (tied weights once, in their own dtype), copies tokenizer and

@@ -61,12 +61,14 @@ FIGURES = {  # file: {metric: axis label with its unit}
 STYLE = {"svg.hashsalt": "nanorpp", "font.size": 11, "legend.frameon": False, "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4", "axes.axisbelow": True}
 
+
 @dataclasses.dataclass
 class Config:
     paths: tuple[str, ...]  # run folders, folders of runs, or a folder of CSV files; or: check RUN...
     out: str = ""  # folder for the report; its files of the same names are replaced
     check: bool = False  # compare the report in the one folder given with what its CSV files generate
     no_checkpoints: bool = False  # accept runs whose checkpoints were deleted (the report says so)
+
 
 # ---- acceptance: one rule for `check` and for every report
 def parse_json(raw, where):
@@ -75,10 +77,12 @@ def parse_json(raw, where):
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{where}: not a strict JSON object ({error})") from None
 
+
 def check_number(row, name, where, least=-1e300):
     """ValueError unless row[name] is a finite number (no NaN, no boolean) of at least `least`."""
     if type(row.get(name)) not in (int, float) or not least <= row[name] < 1e300:
         raise ValueError(f"{where}: {name} is {json.dumps(row.get(name))[:40]}")
+
 
 def judge(folder, checkpoints=True):
     """-> (rows of the base tables, None) of an accepted run, ({}, reason) of a rejected one. Never raises."""
@@ -90,6 +94,7 @@ def judge(folder, checkpoints=True):
         return {}, str(error)
     except (OSError, LookupError, TypeError, AttributeError) as error:      # a field of the wrong type
         return {}, f"malformed: {type(error).__name__} {clean(str(error))}"
+
 
 def accept(folder, checkpoints):
     """One finished run -> rows of the base tables. ValueError, FileNotFoundError: the reason of a rejection.
@@ -126,6 +131,7 @@ def accept(folder, checkpoints):
         "options": json.dumps({k: clean(v) for k, v in config.items()}, sort_keys=True)}]
     return {name: [row | key for row in rows] for name, rows in tables.items()}
 
+
 def check_steps(raw, config):
     """metrics.jsonl -> one dict per step. Lines are JSON; no text is searched."""
     lines = raw.decode("utf-8", errors="replace").split("\n")
@@ -141,6 +147,7 @@ def check_steps(raw, config):
         if row.get(name) is not None or name not in may_be_null:
             check_number(row, name, f"metrics.jsonl: step {row['step']}")
     return rows
+
 
 def check_evaluation(given, where):
     """EVAL of summary.json -> its sorted [row, n, c]. All responses count: verdicts, unparsed and errors
@@ -158,17 +165,20 @@ def check_evaluation(given, where):
         raise ValueError(f"{where}: pass@1 {given['pass@1']} is not the mean of c / n in per_prompt")
     return counts
 
+
 def clean(value):
     """Without what names a machine or a person: of a path the last component stays, of a URL nothing."""
     if not isinstance(value, str) or "://" in value:
         return "URL" if isinstance(value, str) else value
     return re.sub(r"[^=,]*[/\\]", "", re.sub(r"[/\\]+(?=$|[=,])", "", value))
 
+
 def run_folders(path):
     """The runs right below a folder, or the folder itself: a run, or to be rejected for what it lacks."""
     below = {p.parent for name in ("config.json", "metrics.jsonl") for p in path.glob(f"*/{name}")}
     below = sorted(p for p in below if not (p / "model.safetensors").exists())
     return [path] if (path / "metrics.jsonl").exists() else below or [path]
+
 
 def tables_from_runs(folders, checkpoints):
     """Run folders -> {base table: CSV text}. Rejected runs are in table `rejected` and nowhere else."""
@@ -179,6 +189,7 @@ def tables_from_runs(folders, checkpoints):
         raise ValueError("no run is accepted; " + "; ".join(" ".join(r.values()) for r in rows["rejected"]))
     return {name: to_csv(name, rows[name]) for name in rows}
 
+
 def to_csv(name, rows, digits=None):
     """Floats as shortest exact text, or with `digits` significant ones (sums can differ in the last bit)."""
     out, names = io.StringIO(), TABLES[name].split()
@@ -188,6 +199,7 @@ def to_csv(name, rows, digits=None):
     writer.writerows({k: f"{x:.{digits}g}" if digits and type(x) is float else x for k, x in row.items()}
                      for row in rows)
     return out.getvalue()
+
 
 def from_csv(name, text):
     """CSV text -> rows by algorithm and seed; '' is None. ValueError names line and column of a bad cell."""
@@ -202,6 +214,7 @@ def from_csv(name, text):
             raise ValueError(f"{name}.csv line {line}: needs an algo of {', '.join(ALGOS)} and a seed")
     return sorted(rows, key=lambda row: ([*ALGOS].index(row["algo"]), row["seed"]) if "algo" in row else ())
 
+
 def spread(values):
     """-> n, mean, sample sd (ddof 1) and 95 % t interval of the mean, mean -+ t(0.975, n - 1) sd / sqrt(n);
     sd and interval are None for n = 1."""
@@ -213,12 +226,14 @@ def spread(values):
     half = float(t.ppf(0.975, n - 1)) * sd / n ** 0.5
     return n, mean, sd, mean - half, mean + half
 
+
 def bootstrap(differences, seed=0, resamples=10_000):
     """95 % percentile interval of the mean over prompts, drawn with replacement (Efron and Tibshirani 1993).
     differences[p] is one prompt's difference, already averaged over the training seeds, which stay fixed."""
     import numpy as np
     draws = np.random.default_rng(seed).integers(0, len(differences), (resamples, len(differences)))
     return np.percentile(np.asarray(differences)[draws].mean(axis=1), [2.5, 97.5]).tolist()
+
 
 class Data:
     """The base tables, indexed. runs[algo, part][seed] = {metric: mean inside the run}; part: 'last10', 'all'
@@ -300,9 +315,11 @@ class Data:
                 values.setdefault(prompt, []).append(a - b)
         return [statistics.fmean(differences) for differences in values.values()]
 
+
 def with_verdict(row, method, n, mean, sd, low, high):
     verdict = "differs" if n > 1 and not low <= 0 <= high else "not resolved at this n"
     return row | dict(method=method, n=n, mean=mean, sd=sd, low=low, high=high, verdict=verdict)
+
 
 def draw(axes, runs, metric):
     """A metric of {(algo, seed): rows}. Thin line: one run; bold line: mean over runs; band or whisker: mean
@@ -320,6 +337,7 @@ def draw(axes, runs, metric):
             axes.errorbar(x, mean, whisker, color=color, marker=marker, linewidth=2.2, capsize=3,
                           label=f"{label} (n = {len(curves)})")
             axes.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.15, linewidth=0)
+
 
 def figures(data):
     """-> {file: SVG text}; no date, no version and fixed ids, so that equal data give equal text."""
@@ -342,14 +360,17 @@ def figures(data):
             out[f"{name}.svg"] = text.getvalue()
     return out
 
+
 def escape(value):
     """Text of runs for Markdown and HTML alike: what either reads as markup becomes character references."""
     return re.sub(r"[^\w .,:;=+/@%()±²-]|__+", lambda m: "".join(f"&#{ord(c)};" for c in m[0]), str(value))
+
 
 def number(value, metric="", sign=""):
     """n/a for None; never a signed zero."""
     digits = next(digits for names, digits in DECIMALS.items() if re.match(names, metric))
     return "n/a" if value is None else re.sub(r"^[-+](0\.0*)$", r"\1", f"{value:{sign}.{digits}f}")
+
 
 def build(texts):
     """{base table: CSV text} -> {file: bytes} of a report; depends on its argument and on versions only."""
@@ -375,6 +396,7 @@ def build(texts):
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     manifest = json.dumps({"matplotlib": matplotlib.__version__, "files": digests}, indent=1)
     return files | {"manifest.json": manifest.encode() + b"\n"}
+
 
 def main(cfg):
     """Exit status: 0, or 1 for a rejected run (check) or a file that differs (--check)."""
@@ -402,6 +424,7 @@ def main(cfg):
         (Path(cfg.out) / name).write_bytes(content)
     print(f"{len(files)} files in {cfg.out}; open report.html")
     return 0
+
 
 if __name__ == "__main__":
     with cli.user_errors():

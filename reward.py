@@ -38,6 +38,7 @@ _TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|end_of_text|eot_id)\|>|<end
 _BRACE = re.compile(r"\\boxed\s*\{|\\(?!\\boxed).|[{}]", re.DOTALL)         # an escaped brace is no brace
 _BLANK, _INK = re.compile(r"\s*\}"), re.compile(r"[^\s*_:`$\\()\[\]]")
 
+
 def extract_answer(text):
     """The marked answer; None without a mark or if the last box is not closed. Linear time. Text in
     <think>...</think> counts only when nothing else is marked; a lone </think> ends what the prompt began."""
@@ -52,6 +53,7 @@ def extract_answer(text):
     tries = (find("\n".join(part)) for part in (outside, inside) for find in (_last_box, _after_hashes))
     return next((answer for marked, answer in tries if marked), None)
 
+
 def _last_box(text):
     """(is there a box?, the content of the last, None if unclosed). An empty box, an echoed instruction, is
     none; of nested boxes the outermost counts, since it closes last."""
@@ -65,10 +67,12 @@ def _last_box(text):
     unclosed = any(is_box and (not last or start > last[0]) for start, is_box in opened)
     return bool(last) or unclosed, text[slice(*last)].strip() if last and not unclosed else None
 
+
 def _after_hashes(text):
     """(is there a '####'?, the rest of its line, else the next line with something on it, else None)."""
     _, mark, rest = text.rpartition("####")
     return bool(mark), next((line.strip() for line in rest.split("\n") if mark and _INK.search(line)), None)
+
 
 # ------------------------------------------------------------------------------------exact numbers, labels
 _WRAP = re.compile(r"\\(?:(?:text|math)[a-z]*|boxed|boldsymbol|bm|mbox|emph|underline|operatorname|left|"
@@ -93,6 +97,7 @@ _BAD = re.compile(r"(?<![^\W\d_])(?:(?!a [^\W\d_])(?![mglshdLWVJNCFUS])[A-Za-z\u
 _HEDGE = re.compile(r"[\s.,;:。!—(\[]*(?:(?:or|maybe|perhaps|possibly|alternatively|either|wait|[b-hj-z])"
                     r"(?![^\W\d_])|and\s+\S*[0-9])|[\s.,;:。!—]*[0-9]|\s*[(\[][\s0-9.,/%+-]*[)\]]\W*$", re.I)
 
+
 @lru_cache(maxsize=4096)
 def _ascii(char):
     """A character in this file's notation: digits of any script, ½, ², dashes, currency, full width."""
@@ -101,6 +106,7 @@ def _ascii(char):
     return {"Pd": char if char in "—―" else "-", "Sc": " ", "Cf": "", "Zs": "\\,",
             "Nd": str(unicodedata.digit(char, ""))}.get(
         "Pd" if char == "−" else unicodedata.category(char), char if kind is None else kind + plain)
+
 
 def _one(text):
     """Decimal or Fraction if `text`, without LaTeX, says one number, perhaps with units and a comment."""
@@ -121,6 +127,7 @@ def _one(text):
     part = Fraction(over) / Fraction(under)
     return None if whole and not 0 < part < 1 else (int(whole or 0) + part) * (-1) ** minus
 
+
 def _number(text):
     """The one number that `text` says, or None. Of an equation the sides that are numbers must agree; a name
     ('x', 'f(2)') or a calculation without variables ('8 boxes * 9') may stand beside them."""
@@ -139,6 +146,7 @@ def _number(text):
             return None
     return values[0] if values and all(v == values[0] for v in values) else value
 
+
 def read_label(label, where=""):
     r"""(canonical text of `label`, was it cut out of a rationale '... #### 72' or '... \boxed{72}'?). It is a
     number (72, 72.0, '$1,800' -> '1800', '3 1/4' -> '13/4', '72%' -> '72') or a formula for math-verify
@@ -156,15 +164,18 @@ def read_label(label, where=""):
     except ValueError as error:
         raise ValueError(f"{where}{where and ': '}label {label!r:.80} {error}") from None
 
+
 def read_text(label, where=""):
     """read_label for rewards of your own: any number or text that is not empty, as text, unchanged."""
     if isinstance(label, (str, int, float, Decimal)) and str(label).strip():
         return str(label), False
     raise ValueError(f"{where}{where and ': '}label {label!r:.80} is empty or no text")
 
+
 def label_reader(spec):
     """read_label for the built-in grading, read_text for a reward of your own."""
     return read_label if spec == "math" else read_text
+
 
 @lru_cache(maxsize=65536)
 def _label(text):
@@ -183,12 +194,14 @@ def _label(text):
         raise ValueError(f"is no formula that can be read ({reply.get('error', 'math-verify')})")
     return text, None
 
+
 # ----------------------------------------------------------------------------------------------- verdicts
 class Verdict(NamedTuple):
     reward: float
     kind: str               # right | wrong | unparsed | error | timeout; the last two judge no response
     said: str | None        # the marked answer, shortened
     detail: str | None = None
+
 
 class Grader(contextlib.AbstractContextManager):
     """Grades batches, `concurrency` responses at a time. Formulas and rewards of your own (`spec`; ValueError
@@ -250,6 +263,7 @@ class Grader(contextlib.AbstractContextManager):
             return dict(kind="unparsed", error="too long for a formula" if gold is None else "not one number")
         return self.ask(said, text, "")
 
+
 # ------------------------------------------------------------------------------------------------ workers
 class _Worker:
     """This file as a child process; JSON to and fro. The limit is a kill from outside, which ends any loop in
@@ -291,8 +305,10 @@ class _Worker:
                     {"kind": "timeout", "error": f"no verdict within {seconds:g} s"})
         return {"kind": "error", "error": "the worker died"}
 
+
 _SHARED = Grader(workers=1)             # for labels, too; its process starts with the first formula
 grade = _SHARED.verdict                 # grade(response, label) -> Verdict
+
 
 def _serve(fd, spec, timeout_s, memory_gib):
     """The worker's side; its first reply says that it is ready. An alarm ends it when the parent is gone."""
@@ -315,6 +331,7 @@ def _serve(fd, spec, timeout_s, memory_gib):
             pipe.send_bytes(json.dumps(reply).encode())
             reply = attempt(float(timeout_s) + 5, function, *json.loads(pipe.recv_bytes()))
 
+
 def _own_function(spec):
     path, name = spec.rsplit(":", 1)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -325,6 +342,7 @@ def _own_function(spec):
             raise ValueError(f"{name} returned {value!r:.80}, not a finite number")
         return float(value)
     return reward
+
 
 def _math_function(_spec):
     from math_verify import LatexExtractionConfig, parse, verify
@@ -344,11 +362,13 @@ def _math_function(_spec):
     reward("(x+1)^2", "x^2+2x+1", "")                           # what loads lazily is not on an answer's time
     return reward
 
+
 @dataclasses.dataclass
 class Config:
     file: str               # JSONL, rows {"response", "label"}, perhaps "id", "question"; '-': standard input
     reward: str = "math"    # 'math', or file.py:function
     timeout_s: float = 5.0  # seconds for one formula or call
+
 
 def main(cfg):
     with open(0 if cfg.file == "-" else cfg.file, "rb") as lines, Grader(
@@ -361,6 +381,7 @@ def main(cfg):
                 raise ValueError(f"{cfg.file}:{number}: no JSON object ({error})") from None
             verdict = dict(zip(("reward", "verdict", "said", "detail"), grader.verdict(*job)))
             print(json.dumps({k: row[k] for k in ("id",) if k in row} | verdict, allow_nan=False), flush=True)
+
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:

@@ -22,6 +22,7 @@ import torch
 
 import distributed
 
+
 def strict(value):
     """JSON-ready: NaN and infinities become None, tensors and numpy scalars plain numbers."""
     if isinstance(value, dict):
@@ -32,11 +33,13 @@ def strict(value):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
+
 def write_json(path, value):
     """Whole or not at all: a kill between two bytes leaves the old file."""
     text = json.dumps(strict(value), indent=2, allow_nan=False, ensure_ascii=False)
     path.with_suffix(".tmp").write_text(text + "\n", encoding="utf-8")
     path.with_suffix(".tmp").replace(path)
+
 
 def write_rows(path, rows, mode="w"):
     """JSON lines: mode "w" whole or not at all, "a" appended (a kill can cut the last line)."""
@@ -45,12 +48,14 @@ def write_rows(path, rows, mode="w"):
         file.writelines(json.dumps(strict(r), ensure_ascii=False, allow_nan=False) + "\n" for r in rows)
     target.replace(path)        # appended: it is `path` already
 
+
 def read_rows(path):
     """Rows of a JSONL file, one at a time; a last line cut by a kill is left out."""
     with open(path, "rb") if path.exists() else contextlib.nullcontext(()) as lines:
         for line in lines:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
 
 def check_folder(cfg, may_change):
     """The run folder, made if need be. ValueError when it holds a run and this is no resume (after a torchrun
@@ -75,6 +80,7 @@ def check_folder(cfg, may_change):
         raise ValueError(f"{folder}: --resume cannot change {changed}")
     return folder
 
+
 def environment(device):
     """Where the run ran: commit (with + when files differ from it), versions, device, processes."""
     try:
@@ -87,6 +93,7 @@ def environment(device):
     return {"argv": sys.argv[1:], "commit": commit or None, "device": f"{device.type} ({name})",
             "versions": versions | {"python": platform.python_version()},
             "world_size": distributed.world_size(), "threads": torch.get_num_threads()}
+
 
 class RunLog:
     """Rank 0's files. `first_step` cuts rows that a dead run wrote after its last checkpoint."""
@@ -155,6 +162,7 @@ class RunLog:
             print(f"pass@1 gained  {final['pass@1'] - initial['pass@1']:+.4f}")
         print(f"{status}: {len(self.rows)} steps in {seconds:.1f} s; metrics, responses, curve and weights "
               f"are in {self.folder}" + (f"\n{message}" if message else ""))
+
 
 def plot_reward(rows, initial, final, path):
     """Reward per step, its running mean over 5 steps, and pass@1 before and after with intervals."""

@@ -48,6 +48,7 @@ MAY_CHANGE = {"steps", "save_every", "keep", "out", "resume", "device", "timeout
               "reward_concurrency", "tensorboard", "slots", "max_tokens_per_device", "offload_ref", "zero",
               "activation_checkpointing", "compile", "max_skipped"}     # on --resume; the rest change the run
 
+
 # ---------------------------------------------------------------------------------------------- configuration
 @dataclasses.dataclass
 class Config:
@@ -105,6 +106,7 @@ class Config:
     max_skipped: int = 3                    # updates in a row with a non-finite gradient before a stop
     tensorboard: bool = True                # TensorBoard events besides the files
 
+
 def resolve(cfg):
     """Defaults that depend on others, and every refusal that needs no file. ValueError names the option."""
     algo = ALGORITHMS[ALIASES.get(cfg.algo, cfg.algo)]
@@ -139,6 +141,7 @@ def resolve(cfg):
         gamma=(1.0 if cfg.gamma is None else cfg.gamma) if algo.kl == "reward" else None,
         dtype=str(distributed.compute_dtype(cfg.dtype, device)).removeprefix("torch.")), device
 
+
 # --------------------------------------------------------------------------------------- the stages of a step
 @dataclasses.dataclass
 class Run:
@@ -160,6 +163,7 @@ class Run:
     test_rows: list                         # of `tests`: the frozen subset, scored before and after
     prompt_of: Callable                     # row -> prompt ids
 
+
 def step_prompts(step, count, cfg):
     """(rows, keys) of one step's prompts. A row that comes twice in a step (an epoch border in a tiny data
     set) gets a second key, since groups and sampling noise are told apart by key."""
@@ -168,6 +172,7 @@ def step_prompts(step, count, cfg):
         keys.append(row + count * seen[row])
         seen[row] += 1
     return rows, keys
+
 
 def rollout(run, step, prompts, keys):
     """This rank samples every world-th prompt, K responses each -> one record (dict) per response. The second
@@ -182,6 +187,7 @@ def rollout(run, step, prompts, keys):
              "sample": r.row // count * k + r.sample, "tokens": r.tokens, "logps": r.logps,
              "finish": r.finish} for r in responses]
 
+
 def grade(run, records, rows):
     """Adds text, reward and verdict to each record."""
     texts = [run.tokenizer.decode(r["tokens"], skip_special_tokens=True) for r in records]
@@ -189,6 +195,7 @@ def grade(run, records, rows):
     verdicts = run.grader.grade(texts, [p.label for p in asked], [p.question for p in asked])
     for r, text, verdict in zip(records, texts, verdicts, strict=True):
         r.update(text=text, reward=verdict.reward, verdict=verdict.kind)
+
 
 def take_share(run, records, prompts):
     """Every rank sees every record and takes whole groups, balanced by tokens -> (records in order,
@@ -200,6 +207,7 @@ def take_share(run, records, prompts):
     share = set(data.split_groups(tokens, distributed.world_size())[distributed.rank()])
     return records, make_batch(prompts, [r for r in records if r["group"] in share], run.device)
 
+
 def reference_logp(run, batch):
     """Log-probs [B,T] of the share under the reference, None without one."""
     if run.reference is None:
@@ -208,6 +216,7 @@ def reference_logp(run, batch):
     if run.cfg.offload_ref:
         run.reference.to("cpu")
     return logp
+
 
 def update(run, step, batch, advantages, logp_old, logp_ref, count):
     """All updates of this rollout of `count` responses -> (sums of this rank,
@@ -223,6 +232,7 @@ def update(run, step, batch, advantages, logp_old, logp_ref, count):
         sums["gap_max"] = torch.stack(largest).amax() if largest else torch.zeros(())
     return sums, steps
 
+
 # ---------------------------------------------------------------------------------------------------- metrics
 class Clock:
     """Seconds between stage ends; waits for the device, so that a stage pays for its own work."""
@@ -237,6 +247,7 @@ class Clock:
         now = time.perf_counter()
         self.times[name], self.last = now - self.last, now
 
+
 def rollout_metrics(records, prompts, k):
     """What every rank can read off the gathered records (docs/metrics.md)."""
     rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)
@@ -250,6 +261,7 @@ def rollout_metrics(records, prompts, k):
             "response_len_max": max(lengths), "truncated": len(cut),
             "truncated_and_rewarded": sum(r["reward"] > 0 for r in cut), "fully_masked": lengths.count(0),
             "prompt_tokens": sum(map(len, prompts)), "response_tokens": sum(lengths)}
+
 
 def update_metrics(sums, steps, stats, tokens, cfg, device):
     """Sums of this rank -> means over all ranks; what does not apply to the algorithm is None."""
@@ -268,12 +280,14 @@ def update_metrics(sums, steps, stats, tokens, cfg, device):
     out |= {name: float(value) for name, value in stats.items()}
     return out | {"valid_tokens": int(out["valid_tokens"])}
 
+
 def peak_memory_gib(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2 ** 30
     import resource                         # not on Windows
     unit = 2 ** 20 if sys.platform == "linux" else 2 ** 30            # macOS counts bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
 
 # --------------------------------------------------------------------------------------------------- the loop
 def train_step(run, step):
@@ -314,6 +328,7 @@ def train_step(run, step):
                 "peak_mem_gib": distributed.all_max(peak_memory_gib(run.device), run.device)}
     return metrics, records, [name for *_, name in steps]
 
+
 def loop(run, log, state, save, signals):
     """Steps until the budget, a signal or too many bad gradients -> (status of the run, message)."""
     cfg = run.cfg
@@ -336,6 +351,7 @@ def loop(run, log, state, save, signals):
                 "there" if cfg.save_every >= 0 else "the start: --save-every -1")
     return "complete", None
 
+
 def score(run):
     """pass@k of the current weights on the frozen test rows, or None without test data."""
     cfg = run.cfg
@@ -346,6 +362,7 @@ def score(run):
                                 cfg.eval_samples, cfg.eval_seed, run.sampling, cfg.thinking)
     return evaluate.summarize(records, cfg.eval_samples) | {
         "seed": cfg.eval_seed, "subset_sha256": evaluate.subset_sha256(run.tests, run.test_rows)}
+
 
 def train(run, run_folder):
     """Resume, evaluate, loop, save, evaluate -> exit status."""
@@ -384,6 +401,7 @@ def train(run, run_folder):
     log.finish(status, state["initial"], final, time.time() - log.started, message)
     return {"complete": 0, "interrupted": INTERRUPTED, "stopped": 1}[status]
 
+
 # ----------------------------------------------------------------------------------------------------- set-up
 def banner(cfg, config, device, folder, longest, problems):
     """Derived sizes, before anything expensive."""
@@ -397,6 +415,7 @@ def banner(cfg, config, device, folder, longest, problems):
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
         f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens of a "
         f"context of {config.max_position_embeddings}")
+
 
 def build(cfg, device):
     """Loads data, tokenizer and model of a resolved config; every user error of a run shows here -> Run."""
@@ -428,6 +447,7 @@ def build(cfg, device):
     return Run(cfg, device, folder, model, model, reference, None, sampler, sampling, vocab_limit, tokenizer,
                grader, problems, tests, test_rows, prompt_of)
 
+
 def main(cfg):
     with cli.user_errors():
         cfg, device = resolve(cfg)
@@ -440,6 +460,7 @@ def main(cfg):
         status = train(run, run_folder)
         run.learner = None                  # see distributed.process_group
     return status
+
 
 if __name__ == "__main__":
     sys.exit(main(cli.parse(Config, __doc__)))
