@@ -42,8 +42,8 @@ class Problems:
 
     def describe(self):
         rows = "".join(f", row {row} repeats {first}" for row, first in self.duplicate_rows)
-        return (f"{self.source}: {len(self)} problems, sha256 {self.sha256[:12]}, {self.converted} labels "
-                f"cut out of rationales, {self.duplicates} repeated questions{rows}")
+        return (f"{self.source}: {len(self)} problems, sha256 of them {self.sha256[:12]}, {self.converted} "
+                f"labels cut out of rationales, {self.duplicates} repeated questions{rows}")
 
 
 def load_problems(source, question_key="question", answer_key="answer",

@@ -120,8 +120,8 @@ class Config:
     model: str = "tiny/model"               # model folder (a checkpoint of a run is one) or hub name
     data: str = "tiny/test.jsonl"           # JSONL or parquet file, folder of shards, or hub data set
     split: str = "test"                     # split, where the data source has several
-    question_key: str = "question"          # column of the data
-    answer_key: str = "answer"              # column of the data
+    question_key: str = "question"          # column with the problem
+    answer_key: str = "answer"              # column with the answer or the worked solution
     rows: int = 256                         # prompts: the first of a permutation seeded with --seed (0: all)
     samples: int = 4                        # responses per prompt
     k: tuple[int, ...] = ()                 # the k of pass@k (default 1, 2, 4, ... up to --samples)
@@ -130,7 +130,7 @@ class Config:
     top_p: float = 1.0                      # of sampling
     top_k: int = 0                          # of sampling (0: all tokens)
     max_new_tokens: int = 1024              # cap of a response
-    thinking: bool = True                   # let the model think (--no-thinking: the prompt closes the block)
+    thinking: bool = True                   # --no-thinking: the prompt closes the think block
     reward: str = "math"                    # 'math', or file.py:function
     reward_workers: int = 4                 # processes for symbolic answers and own functions
     slots: int = 64                         # responses decoded at a time

@@ -180,7 +180,8 @@ def plot_reward(rows, initial, final, path):
         at, mean, low, high = np.array(scores).T
         axes.errorbar(at, mean, (mean - low, high - mean), fmt="o", color="#c44e00", capsize=4,
                       label="pass@1 on the test rows, 95 % interval")
-    axes.set(xlabel="step", ylabel="reward", ylim=(min(0, *y), max(1, *y)))    # own rewards may leave [0,1]
+    # own rewards may leave [0,1]
+    axes.set(xlabel="step (pass@1: before and after them)", ylabel="reward", ylim=(min(0, *y), max(1, *y)))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))

@@ -412,7 +412,7 @@ def generate_reference(model, prompt, row, sample, seed, step, sampling, eos_ids
 class Options:
     questions: tuple[str, ...]      # asked as one batch; none: one question a line from standard input
     model: str = "tiny/model"       # folder or hub name
-    thinking: bool = True           # let the model think first (--no-thinking: the prompt closes it)
+    thinking: bool = True           # --no-thinking: the prompt closes the think block
     temperature: float = 1.0        # 0 = greedy
     top_p: float = 1.0              # 1 = off
     top_k: int = 0                  # 0 = off

@@ -56,38 +56,38 @@ class Config:
     algo: Literal[(*ALGORITHMS, *ALIASES)] = "reinforce_pp_baseline"  # see the table in advantage.py
     model: str = "tiny/model"               # start and reference: model folder, checkpoint or hub name
     train_data: str = "tiny/train.jsonl"    # JSONL or parquet file, folder of shards, or hub data set
-    eval_data: str = "tiny/test.jsonl"      # as train_data, scored before and after ('' for none)
-    question_key: str = "question"          # column of the data
-    answer_key: str = "answer"              # column of the data
+    eval_data: str = "tiny/test.jsonl"      # the same columns; scored before and after ('' for none)
+    question_key: str = "question"          # column with the problem
+    answer_key: str = "answer"              # column with the answer or the worked solution
     reward: str = "math"                    # 'math' (boxed or #### answers, exact), or file.py:function
-    out: str = ""                           # run folder (default out/ALGO-seedSEED)
+    out: str = ""                           # run folder (empty: out/ALGO-seedSEED)
     resume: bool = False                    # go on from the newest complete checkpoint, if there is one
     # --- budget
-    steps: int = 60                         # rollouts
-    prompts_per_step: int = 16              # of all ranks together
+    steps: int = 60                         # one rollout and its update(s) each
+    prompts_per_step: int = 16              # of all processes together
     samples_per_prompt: int = 8             # K, the group
     max_new_tokens: int = 80                # cap of a response
     updates_per_rollout: int = 1            # mini-batches a rollout is cut into; divides prompts x K
     epochs: int = 1                         # passes over each rollout
     # --- objective
     lr: float = 1e-4                        # of AdamW, constant
-    kl_coef: float | None = None            # weight of the KL to the reference (default 0.01)
+    kl_coef: float | None = None            # weight of the KL to the reference (none: 0.01)
     no_kl: bool = False                     # no reference model at all
     clip: float = 0.2                       # PPO clip of the ratio
-    gamma: float | None = None              # discount of the token reward, reinforce_pp only (default 1)
+    gamma: float | None = None              # discount of the token reward, reinforce_pp only (none: 1)
     temperature: float = 1.0                # of sampler and learner alike
     beta1: float = 0.9                      # of Adam: decay of the first moment
     beta2: float = 0.98                     # of Adam: decay of the second
     eps: float = 1e-6                       # of Adam; at 1e-8 rounding alone moves some weights by 1e-6
     weight_decay: float = 0.1               # not on norms
     grad_clip: float = 1.0                  # global L2 norm
-    thinking: bool = True                   # let the model think (--no-thinking: the prompt closes the block)
+    thinking: bool = True                   # --no-thinking: the prompt closes the think block
     # --- randomness and evaluation
     seed: int = 42                          # sampling noise
     data_seed: int = 42                     # prompt order, shared by the arms of a comparison
     eval_rows: int = 256                    # test prompts
     eval_samples: int = 4                   # responses to each
-    eval_seed: int = 29                     # their noise, and the choice of rows
+    eval_seed: int = 29                     # noise of the evaluation, and the choice of rows
     # --- machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: CUDA where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 on CUDA
@@ -104,7 +104,7 @@ class Config:
     save_every: int = 0                     # steps between checkpoints (0: only the last, -1: none)
     keep: int = 0                           # newest checkpoints to keep (0: all)
     max_skipped: int = 3                    # updates in a row with a non-finite gradient before a stop
-    tensorboard: bool = True                # TensorBoard events besides the files
+    tensorboard: bool = True                # --no-tensorboard: no TensorBoard events, only the files
 
 
 def resolve(cfg):
@@ -411,8 +411,8 @@ def banner(cfg, config, device, folder, longest, problems):
         f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, "
         f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, "
         f"on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
-        f"model {folder.name}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
-        f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, {torch.get_num_threads()} threads\n"
+        f"model {cfg.model}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
+        f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, threads {torch.get_num_threads()}\n"
         f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens of a "
         f"context of {config.max_position_embeddings}")
 

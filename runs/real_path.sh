@@ -5,7 +5,8 @@
 #   runs/real_path.sh SOURCE GSM8K [OUT]     # SOURCE: config.json + tokenizer of Qwen3-0.6B; GSM8K: folder with parquet
 set -euo pipefail
 cd "$(dirname "$0")/.."
-SOURCE=$1 GSM8K=$2 OUT=${3:-out/real_path} PYTHON=${PYTHON:-python3}
+SOURCE=${1:?usage: runs/real_path.sh SOURCE GSM8K [OUT]} GSM8K=${2:?usage: runs/real_path.sh SOURCE GSM8K [OUT]}
+OUT=${3:-out/real_path} PYTHON=${PYTHON:-python3}
 
 mkdir -p "$OUT"
 [ -e "$OUT/model" ] || "$PYTHON" runs/random_qwen3.py "$SOURCE" "$OUT/model"

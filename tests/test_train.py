@@ -528,11 +528,16 @@ def kill_until_done(processes, words, out, log, kills, rng):
     """kill -9 at random moments, `kills` times, each after --resume; then to the end. -> (kills before the first
     step, between steps, inside a save)"""
     when = [0, 0, 0]
-    for _ in range(kills):
+    for kill in range(kills):
         pid = processes.start(log, "train", words)
         begin = steps_done(out)
         wait_for(lambda begin=begin: steps_done(out) != begin or (out / "config.json").exists())
         time.sleep(rng.uniform(0, 0.4))
+        moment = time.monotonic()
+        if kill % 2:                                    # every second one inside the next save, at a random point
+            while time.monotonic() < moment + 1 and not any(p.name.startswith(".tmp-") for p in out.iterdir()):
+                pass
+            time.sleep(rng.uniform(0, 0.003))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         status = processes.wait(pid)
