@@ -104,7 +104,7 @@ def accept(folder, checkpoints):
     config, summary = (parse_json(raw[name], name) for name in ("config.json", "summary.json"))
     key, steps = {"algo": config["algo"], "seed": config["seed"]}, config["steps"]
     if key["algo"] not in ALGOS or type(key["seed"]) is not int:
-        raise ValueError(f"config.json: algo {key['algo']!r} not in report.py's ALGOS, or seed {key['seed']!r}")
+        raise ValueError(f"config.json: algo {key['algo']!r} not in report.ALGOS, or seed {key['seed']!r}")
     if summary["status"] != "complete" or summary["steps"] != steps:
         raise ValueError(f"summary.json: {summary['status']} after {summary['steps']} of {steps} steps")
     tables = {"steps": check_steps(raw["metrics.jsonl"], config), "evaluations": [], "per_prompt": []}
