@@ -280,12 +280,20 @@ def test_ranks_change_nothing_at_the_defaults(processes, tmp_path, algo):
     assert small.largest_difference(after, load_file(ROOT / "tiny/model/model.safetensors")) > 9e-5
 
 
-def torchrun(words, nproc, log, *more):
+def torchrun(words, nproc, log, *more, **env):
     with open(log, "w") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *(more or ["--standalone"]), "--nproc-per-node",
              str(nproc), str(ROOT / "train.py"), *words], cwd=ROOT, stdout=file, stderr=file,
-            env={**os.environ, "OMP_NUM_THREADS": "1"})
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+
+
+def workers(agent):
+    """(pid, rank) of each process that a torchrun agent has started."""
+    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                yield int(child), int(entry[5:])
 
 
 def test_two_torchrun_agents(home, worlds, tmp_path):
@@ -1071,9 +1079,7 @@ def test_a_rank_killed_under_torchrun_goes_on_by_itself(home, whole, tmp_path, r
     job = torchrun(small.argv(values), 2, tmp_path / "log", "--standalone", "--max-restarts", "3")
     for _ in range(3):
         wait_for(lambda: steps_done(out) > (kills or [0])[-1] + 8, 120)
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        victim = next(int(c) for c in children
-                      if b"RANK=%d" % rank in Path(f"/proc/{c}/environ").read_bytes().split(b"\0"))
+        victim = next(pid for pid, number in workers(job) if number == rank)
         kills.append(steps_done(out))
         os.kill(victim, signal.SIGKILL)
     assert job.wait(timeout=300) == 0, (tmp_path / "log").read_text()
@@ -1082,6 +1088,27 @@ def test_a_rank_killed_under_torchrun_goes_on_by_itself(home, whole, tmp_path, r
     assert len(resumed) == 3 and all(0 <= at - from_ <= 2 for at, from_ in zip(kills, resumed, strict=True))
     assert [r["step"] for r in small.rows(out)] == list(range(200))
     print(f"\nrank {rank} killed at steps {kills}, resumed after steps {resumed}")
+
+
+@pytest.mark.slow
+def test_a_rank_killed_under_two_agents_goes_on_by_itself(home, tmp_path):
+    """Two machines in small, with the environment name that README asks for there; twice in one job."""
+    out, port, kills = tmp_path / "run", small.free_port(), []
+    values = small.options(home, out=str(out), **{**LONG, "steps": 100, "save_every": 1, "keep": 2})
+    agents = [torchrun(small.argv(values), 1, tmp_path / f"log{node}", "--nnodes", "2", "--rdzv-backend", "c10d",
+                       "--rdzv-id", "two", "--rdzv-endpoint", f"localhost:{port}", "--max-restarts", "3",
+                       TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") for node in range(2)]
+    for node in range(2):
+        wait_for(lambda: steps_done(out) > (kills or [0])[-1] + 8, 120)
+        victim = next(pid for pid, _ in workers(agents[node]))
+        kills.append(steps_done(out))
+        os.kill(victim, signal.SIGKILL)
+    assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "log0").read_text()
+    said = "".join((tmp_path / f"log{node}").read_text() for node in range(2))
+    resumed = [int(part.split()[0]) for part in said.split("resuming after step ")[1:]]
+    assert len(resumed) == 2 and all(0 <= at - from_ <= 2 for at, from_ in zip(kills, resumed, strict=True))
+    assert [r["step"] for r in small.rows(out)] == list(range(100))
+    print(f"\ntwo agents: killed at steps {kills}, resumed after steps {resumed}")
 
 
 @pytest.mark.slow
