@@ -348,7 +348,7 @@ class Qwen3(nn.Module):
         try:
             self(pack([[0, 0]], [0], [[0, 0]]).to(self.head_weight.device))
         except Exception as error:      # no C++ compiler, no Triton: each has its own kind
-            raise ValueError(f"--compile: torch.compile fails ({(str(error) or repr(error)).splitlines()[0]})") from None
+            raise ValueError(f"--compile: torch.compile fails here: {error!r:.200}") from None
 
     def hidden(self, batch):
         """Packed -> final hidden states [N,E], after the last norm."""
