@@ -667,6 +667,7 @@ def test_broken_shards_are_named(folder):
 
 def test_names_of_folders(monkeypatch, tmp_path):
     import huggingface_hub
+    monkeypatch.chdir(tmp_path)         # "../x" must not depend on what lies beside the checkout
     asked = []
 
     def offline(name, **_options):
