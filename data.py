@@ -51,7 +51,7 @@ def load_problems(source, question_key="question", answer_key="answer",
     """The problems of a JSONL or parquet file, a folder of such shards, or a hub data set.
     `read_label(label, where)` returns (text, was it converted?), as reward.read_label. ValueError and
     FileNotFoundError name file, row and column; one label in all of 8 rows or more is taken for a mistake."""
-    files = _files(Path(_local(source)), split)
+    files = _files(local_path(source, "dataset", ["*.parquet", "*.jsonl"]), split)
     problems, digest, last = Problems(source), hashlib.sha256(), {}          # last: question -> row
     rows = itertools.chain.from_iterable(_READERS[f.suffix](f, question_key, answer_key) for f in files)
     for row, (place, question, label) in enumerate(rows):
@@ -78,18 +78,20 @@ def load_problems(source, question_key="question", answer_key="answer",
     return problems
 
 
-def _local(source):
-    """The path of `source`, which opens no socket, or else that of the fetched hub data set."""
-    path = Path(source).expanduser()
+def local_path(name, kind, patterns):
+    """The path `name`, which opens no socket, else the snapshot of the hub's owner/name of that kind, fetched
+    when needed. FileNotFoundError: neither; OSError: the hub does not have it or is out of reach."""
+    path = Path(name).expanduser()
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or path.suffix in _READERS or path.parent.exists():
-        raise FileNotFoundError(f"{source}: no such file or folder, and no hub data set (owner/name)")
+    hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) and not path.parent.exists()
+    if not hub or path.suffix in _READERS:
+        raise FileNotFoundError(f"{name}: no such file or folder, and no hub name (owner/name)")
+    from huggingface_hub import snapshot_download
     try:
-        from huggingface_hub import snapshot_download
-        return snapshot_download(str(source), repo_type="dataset", allow_patterns=["*.parquet", "*.jsonl"])
-    except Exception as error:
-        raise ValueError(f"{source}: no such path, and not from the hub ({type(error).__name__})") from None
+        return Path(snapshot_download(str(name), repo_type=kind, allow_patterns=patterns))
+    except Exception as error:      # the hub client raises a dozen kinds; the user needs one line
+        raise OSError(f"{name}: no such path, and not from the hub ({error!r})") from None
 
 
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?=[-_./]|$)")

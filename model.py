@@ -12,7 +12,6 @@ size, E hidden size, V vocabulary. No sampling here (sample.py).
 import contextlib
 import dataclasses
 import json
-import re
 from functools import cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -23,6 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from data import local_path
 
 
 @dataclasses.dataclass
@@ -375,16 +376,7 @@ class Qwen3(nn.Module):
 
 def local_folder(name_or_path):
     """A folder as it is, or the local snapshot of a hub name like Qwen/Qwen3-0.6B (fetched when needed)."""
-    path, name = Path(name_or_path), str(name_or_path)
-    if path.is_dir():
-        return path
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(f"{name}: no such model folder")
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
-    except Exception as error:      # the hub client raises a dozen kinds; the user needs one line
-        raise OSError(f"{name}: no such folder, and not available from the hub ({error})") from None
+    return local_path(name_or_path, "model", ["*.json", "*.safetensors", "*.txt", "*.jinja"])
 
 
 def read_tensors(path):

@@ -254,7 +254,7 @@ def test_hub_name_is_asked_once_and_failure_is_one_line(tmp_path, monkeypatch):
     def offline(*_, **__):
         raise OSError("no route\nto host")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    refused(["openai/gsm8k", "OSError"], "openai/gsm8k")
+    refused(["openai/gsm8k", "OSError"], "openai/gsm8k", OSError)
 
 
 def test_a_million_rows_in_little_memory(tmp_path):

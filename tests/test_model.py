@@ -676,9 +676,9 @@ def test_names_of_folders(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert local_folder(str(tmp_path)) == tmp_path
     for name in ("nonsense", "./no/model", "a/b/c", "/no/folder", "~/model", "../x", "x/", tmp_path / "x"):
-        with pytest.raises(FileNotFoundError, match="no such model folder"):
+        with pytest.raises(FileNotFoundError, match="no such file or folder"):
             local_folder(name)
     assert not asked                                            # a path is never sent to the hub
-    with pytest.raises(OSError, match="Qwen/Qwen3-0.6B: no such folder, and not available from the hub"):
+    with pytest.raises(OSError, match="Qwen/Qwen3-0.6B: no such path, and not from the hub"):
         local_folder("Qwen/Qwen3-0.6B")
     assert asked == ["Qwen/Qwen3-0.6B"]
