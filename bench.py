@@ -45,8 +45,13 @@ class Config:
     json: str = ""                          # also write the cases there: name, ours, peer, ratio, ...
 
 
+def medians(pairs):
+    """Of (ours, peer): ours, the peer's, and of the pairwise ratios."""
+    return (*map(statistics.median, zip(*pairs, strict=True)), statistics.median(y / x for x, y in pairs))
+
+
 def turns(ours, peer, repeats, device):
-    """Calls two functions alternately, after one warm-up of each -> median s of ours, of the peer, ratio."""
+    """Calls two functions alternately, after one warm-up of each -> `medians` of their seconds."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def timed(f):
@@ -56,8 +61,7 @@ def turns(ours, peer, repeats, device):
         f()
         wait()
         return time.perf_counter() - start
-    pairs = [(timed(ours), timed(peer)) for _ in range(repeats + 1)][1:]
-    return (*map(statistics.median, zip(*pairs, strict=True)), statistics.median(y / x for x, y in pairs))
+    return medians([(timed(ours), timed(peer)) for _ in range(repeats + 1)][1:])
 
 
 def limits(device, dtype):
@@ -163,9 +167,7 @@ def bench_sampler(b):
 
     # 4 prompts x 8 samples pay for the prefill of 4; against our own 4 x 1
     pairs = [(prefill(8), prefill(1)) for _ in range(4 * b.repeats + 1)][1:]
-    show(b.cases, f"{b.size} prefill 4 x 8 shared (peer: ours 4 x 1)", "ms",
-         *map(statistics.median, zip(*pairs, strict=True)),
-         statistics.median(single / shared for shared, single in pairs))
+    show(b.cases, f"{b.size} prefill 4 x 8 shared (peer: ours 4 x 1)", "ms", *medians(pairs))
     if b.size == "tiny":
         refill_case(b)
 
@@ -233,9 +235,8 @@ def bench_step(cfg, cases):
     import transformers
     import trl
     count, pairs, clock = 4 * cfg.repeats + 2, [], time.perf_counter
-    run_cfg, device = train.resolve(train.Config(
-        algo="grpo", prompts_per_step=4, samples_per_prompt=8, max_new_tokens=64, lr=1e-6, steps=count,
-        eval_data="", device=cfg.device))
+    run_cfg, device = train.resolve(train.Config("grpo", eval_data="", steps=count, prompts_per_step=4,
+                                                 max_new_tokens=64, lr=1e-6, device=cfg.device))
     run = train.build(run_cfg, device)
     run.optimizer = train.make_optimizer(run.model, run_cfg)
 
@@ -246,7 +247,7 @@ def bench_step(cfg, cases):
         def on_step_end(self, *_, **__):
             middle = clock()
             train.train_step(run, len(pairs))
-            pairs.append((clock() - middle, middle - self.begun))
+            pairs.append((1e3 * (clock() - middle), 1e3 * (middle - self.begun)))
 
     def rewards(completions, label, **_):
         return [v.reward for v in run.grader.grade([c[0]["content"] for c in completions], label)]
@@ -256,16 +257,14 @@ def bench_step(cfg, cases):
         beta=0.01, learning_rate=1e-6, max_steps=count, logging_strategy="no", save_strategy="no",
         report_to=[], use_cpu=device.type == "cpu", bf16=run_cfg.dtype == "bfloat16", temperature=1.0,
         disable_tqdm=True, gradient_checkpointing=False)
+    asked = datasets.Dataset.from_list([
+        {"prompt": [{"role": "user", "content": p.question}], "label": p.label}
+        for p in map(run.problems.__getitem__, range(4 * count))])
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(run.folder), dtype=torch.float32)
     with run.grader:
-        trl.GRPOTrainer(
-            transformers.AutoModelForCausalLM.from_pretrained(str(run.folder), dtype=torch.float32), rewards,
-            options, processing_class=run.tokenizer, callbacks=[Turns()],
-            train_dataset=datasets.Dataset.from_list([
-                {"prompt": [{"role": "user", "content": p.question}], "label": p.label}
-                for p in map(run.problems.__getitem__, range(4 * count))])).train()
-    show(cases, "step, tiny, 4 prompts x 8 responses", "ms", *(
-        1e3 * statistics.median(seconds) for seconds in zip(*pairs[2:], strict=True)),
-        statistics.median(y / x for x, y in pairs[2:]))
+        trl.GRPOTrainer(model, rewards, options, train_dataset=asked, processing_class=run.tokenizer,
+                        callbacks=[Turns()]).train()
+    show(cases, "step, tiny, 4 prompts x 8 responses", "ms", *medians(pairs[2:]))
 
 
 def main(cfg):

@@ -17,7 +17,6 @@ import math
 import os
 import time
 from collections import Counter
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -105,7 +104,7 @@ def evaluate(sampler, tokenizer, problems, rows, grader, samples, seed, sampling
         records += chunk
         if on_chunk:
             on_chunk(chunk)
-    return sorted(records, key=itemgetter("row", "sample"))
+    return sorted(records, key=lambda r: (r["row"], r["sample"]))
 
 
 def subset_sha256(problems, rows):
@@ -162,14 +161,13 @@ def resume_records(folder, identity, samples):
 def table(s):
     """The summary `s` in three lines."""
     noise, (low, high) = s["decoding_noise"], s["pass@1_ci95"]
-    return "\n".join([
-        "   ".join([f"{s['prompts']} prompts x {s['samples']} samples",
-                    *(f"{k} {s[k]:.4f}" for k in s if k.startswith("pass@") and "_" not in k)]),
-        f"pass@1 95 % interval over prompts [{low:.4f}, {high:.4f}]   decoding noise "
-        + ("n/a" if noise is None else f"{noise:.4f}"),
-        f"right {s['right']}   wrong {s['wrong']}   unparsed {s['unparsed']}   "
-        f"grader errors {s['errors']}/{s['prompts'] * s['samples']}   truncated {s['truncation']:.1%}   "
-        f"mean length {s['mean_length']:.1f} tokens"])
+    scores = "".join(f"   {k} {s[k]:.4f}" for k in s if k.startswith("pass@") and "_" not in k)
+    return (f"{s['prompts']} prompts x {s['samples']} samples{scores}\n"
+            f"pass@1 95 % interval over prompts [{low:.4f}, {high:.4f}]   "
+            f"decoding noise {'n/a' if noise is None else format(noise, '.4f')}\n"
+            f"right {s['right']}   wrong {s['wrong']}   unparsed {s['unparsed']}   "
+            f"grader errors {s['errors']}/{s['prompts'] * s['samples']}   truncated {s['truncation']:.1%}   "
+            f"mean length {s['mean_length']:.1f} tokens")
 
 
 def check(cfg):

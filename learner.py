@@ -51,11 +51,10 @@ def make_batch(prompts, records, device):
     mask = torch.arange(max(lengths.tolist(), default=1)) < lengths[:, None]
     sampled = torch.zeros(mask.shape)
     sampled[mask] = torch.tensor([x for r in records for x in r["logps"]])
-    return Batch([prompts[g] for g in groups],
-                 torch.tensor([groups.index(r["group"]) for r in records], dtype=torch.int64),
-                 [r["tokens"] for r in records], [r["index"] for r in records],
-                 torch.tensor([r["reward"] for r in records], dtype=torch.float64),
-                 mask.to(device), sampled.to(device))
+    group = torch.tensor([groups.index(r["group"]) for r in records], dtype=torch.int64)
+    rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)
+    return Batch([prompts[g] for g in groups], group, [r["tokens"] for r in records],
+                 [r["index"] for r in records], rewards, mask.to(device), sampled.to(device))
 
 
 def forward(model, batch, rows, cfg, vocab_limit):

@@ -122,9 +122,8 @@ class RunLog:
         self.rows.append(row)
         write_rows(self.folder / "metrics.jsonl", [row], "a")
         kept = ("row", "sample", "text", "reward", "verdict", "finish")
-        write_rows(self.folder / "rollouts.jsonl", [
-            {"step": row["step"], **{k: r[k] for k in kept}, "length": len(r["tokens"])} for r in records
-        ], "a")
+        sampled = ({k: r[k] for k in kept} | {"length": len(r["tokens"])} for r in records)
+        write_rows(self.folder / "rollouts.jsonl", ({"step": row["step"], **r} for r in sampled), "a")
         for name, value in row.items() if self.board else ():
             if value is not None:
                 self.board.add_scalar(name, value, row["step"])
@@ -167,7 +166,6 @@ class RunLog:
 def plot_reward(rows, initial, final, path):
     """Reward per step, its running mean over 5 steps, and pass@1 before and after with intervals."""
     import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -184,4 +182,4 @@ def plot_reward(rows, initial, final, path):
     axes.set(xlabel="step (pass@1: before and after them)", ylabel="reward", ylim=(min(0, *y), max(1, *y)))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    figure.savefig(path)

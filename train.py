@@ -406,11 +406,10 @@ def train(run, run_folder):
 def banner(cfg, config, device, folder, longest, problems):
     """Derived sizes, before anything expensive."""
     kernel = varlen_kernel(device, torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
+    responses, updates = cfg.prompts_per_step * cfg.samples_per_prompt, cfg.updates_per_rollout * cfg.epochs
     distributed.print0(
         f"{cfg.algo}: {cfg.steps} steps of {cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} = "
-        f"{cfg.prompts_per_step * cfg.samples_per_prompt} responses, "
-        f"{cfg.updates_per_rollout * cfg.epochs} update(s) each, "
-        f"on {os.environ.get('WORLD_SIZE', '1')} process(es)\n"
+        f"{responses} responses, {updates} update(s) each, on {os.getenv('WORLD_SIZE', '1')} process(es)\n"
         f"model {cfg.model}: {config.num_hidden_layers} layers, hidden {config.hidden_size}, {cfg.dtype} "
         f"on {device}, attention {kernel[0] if kernel else 'torch sdpa'}, threads {torch.get_num_threads()}\n"
         f"data {problems.describe()}, longest prompt {longest} + {cfg.max_new_tokens} new tokens of a "
