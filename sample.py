@@ -1,30 +1,29 @@
 """Sampling: KV cache, one prefill per prompt, batched decode with refill; a command line to talk to a model.
 
-    python sample.py --model Qwen/Qwen3-0.6B "What is 17 * 23?"       # prints as it generates
+    python sample.py --model Qwen/Qwen3-0.6B "What is 17 * 23?"       # one question: prints as it generates
     python sample.py --temperature 0 < questions.txt                  # one question a line, one batch
 
 A token's noise is one float64 uniform, a function of (seed, step, prompt row, sample, position) alone, turned
 into an id by the inverse CDF: batch mates, refill and world size change only rounding. Log-probs are the
 learner's (`model.token_logp`): softmax over ids < vocab_limit of fp32 logits / temperature, also where top-k
-or top-p cut the choice; greedy rows report temperature 1. EOS is kept. Ids are never re-encoded text.
+or top-p cut the choice; greedy rows report temperature 1. EOS is kept. Ids are never re-encoded text. The
+obviously correct slow path is `generate_reference` in tests/test_sample.py.
 
 Letters in shapes: L layers, n decoded rows, H query heads, G key/value heads, D head size, E hidden size,
 V vocabulary, T cache columns in use, P prompt tokens. CUDA graphs have not run on a GPU yet.
 """
 
 import dataclasses
+import math
 import sys
 import time
 from collections import deque
-from itertools import groupby
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from fused import Fused
+from fused import Fused, Program, now
 from model import Qwen3, attention, load_model, local_folder, pack, rope_tables
 
 BELOW_ONE = 1 - 2.0 ** -52          # the largest u for which u * total always rounds to less than the total
@@ -41,12 +40,9 @@ class Sampling:
     max_new_tokens: int = 1024      # 0 = empty responses
 
     def __post_init__(self):
-        for name, fine, wanted in (("temperature", 0 <= self.temperature < float("inf"), ">= 0 (0 = greedy)"),
-                                   ("top_p", 0 < self.top_p <= 1, "in (0, 1]; temperature 0 is greedy"),
-                                   ("top_k", self.top_k >= 0, ">= 0"),
-                                   ("max_new_tokens", self.max_new_tokens >= 0, ">= 0")):
-            if not fine:
-                raise ValueError(f"{name} {getattr(self, name)} must be {wanted}")
+        if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1 and self.top_k >= 0
+                and self.max_new_tokens >= 0):
+            raise ValueError(f"{self}: top_p must lie in (0, 1], the others be >= 0; temperature 0 is greedy")
 
 
 class Response(NamedTuple):
@@ -65,20 +61,31 @@ def uniforms(seed, step, row, sample, count):
 
 
 # --------------------------------------------------------------------------------------------- picking tokens
-def inverse_cdf(p, u, chunk, limit):
+def inverse_cdf(do, p, u, chunk, limit, out):
     """First id whose cumulative probability exceeds u * total. p [n,V] fp32, V a multiple of `chunk`, p = 0
-    from `limit` on; u [n,1] float64, at most BELOW_ONE -> [n,1]. Two levels, so that V is read once: sums of
-    chunks (fp32, a float64 copy of p would cost more than the rest), accumulated in float64; then inside the
-    chosen chunk. An id with p = 0 never moves a cumulative sum and so is never the first to exceed anything;
-    the target stays below the total. Only NaN can reach the clamps."""
-    chunks = p.view(p.shape[0], -1, chunk)
-    cum = chunks.sum(-1).cumsum(-1, dtype=torch.float64)                                      # [n, V/chunk]
-    target = cum[:, -1:] * u
-    c = torch.searchsorted(cum, target, right=True).clamp_(max=cum.shape[1] - 1)
-    inside = chunks.gather(1, c[:, :, None].expand(-1, -1, chunk))[:, 0].cumsum(-1, dtype=torch.float64)
-    target -= F.pad(cum, (1, 0)).gather(1, c)
-    torch.minimum(target, inside[:, -1:] * BELOW_ONE, out=target)
-    return torch.searchsorted(inside, target, right=True).add_(c, alpha=chunk).clamp_(max=limit - 1)
+    from `limit` on; u [n,1] float64, at most BELOW_ONE -> out [n,1]. Two levels, so that V is read once: sums
+    of chunks (fp32, a float64 copy of p would cost more than the rest), accumulated in float64; then inside
+    the chosen chunk c. An id with p = 0 never moves a cumulative sum and so is never the first to exceed
+    anything; the target stays below the total. Only NaN can reach the clamps. (`do`: see fused.py)"""
+    chunks, wide = p.view(len(p), -1, chunk), {"dtype": torch.float64, "device": p.device}
+    sums, cum = chunks.sum(-1), torch.zeros(len(p), chunks.shape[1] + 1, **wide)    # cum begins with a 0
+    inside, (target, before, end) = torch.empty(len(p), chunk, **wide), u.new_empty(3, *u.shape)
+    c, chosen = torch.empty_like(out), torch.empty_like(chunks[:, :1])
+    do(torch.sum, chunks, -1, out=sums)
+    do(torch.cumsum, sums, -1, dtype=torch.float64, out=cum[:, 1:])
+    do(torch.mul, cum[:, -1:], u, out=target)
+    do(torch.searchsorted, cum, target, right=True, out=c)
+    do(c.sub_, 1)
+    do(c.clamp_, max=chunks.shape[1] - 1)
+    do(torch.gather, chunks, 1, c[:, :, None].expand(-1, -1, chunk), out=chosen)
+    do(torch.cumsum, chosen[:, 0], -1, dtype=torch.float64, out=inside)
+    do(torch.gather, cum, 1, c, out=before)
+    do(target.sub_, before)
+    do(torch.mul, inside[:, -1:], BELOW_ONE, out=end)
+    do(torch.minimum, target, end, out=target)
+    do(torch.searchsorted, inside, target, right=True, out=out)
+    do(out.add_, c, alpha=chunk)
+    do(out.clamp_, max=limit - 1)
 
 
 def truncate(p, top_k, top_p):
@@ -137,74 +144,70 @@ class Sampler:
             return
         self.size = slots, length, cells = tuple(map(max, self.size, need))
         c, dev, g = self.config, self.device, self.config.num_key_value_heads
-        self.cache, self.views, self.graphs = None, {}, {}              # freed before the larger one comes
+        self.cache, self.programs = None, {}                            # freed before the larger one comes
         self.cache = torch.zeros(c.num_hidden_layers, 2, slots, g, length, c.head_dim, dtype=self.dtype,
                                  device=dev)
         first = torch.arange(2 * slots * g, device=dev).view(2, slots, g) * length
-        self.first_cell = first.transpose(0, 1).reshape(slots, 2 * g)   # where a slot's k and v heads begin
-        self.cis = torch.complex(*rope_tables(c, length, dev))[:, None]                           # [T,1,D/2]
+        self.first_cell = first.permute(1, 2, 0).contiguous()           # where a slot's k and v heads begin
+        self.span = torch.arange(length, device=dev)
+        self.cis = torch.complex(*rope_tables(c, length, dev))[:, None, None]                   # [T,1,1,D/2]
         self.state = torch.zeros(2, slots, dtype=torch.int64, device=dev)   # position; cell in tokens, logps
         self.live, self.token = torch.zeros_like(self.state)                # live: 1 while the row counts
-        self.hidden = torch.zeros(slots, c.hidden_size, dtype=self.dtype, device=dev)
-        self.options = torch.ones(3, slots, 1, device=dev)                  # temperature, top_k, top_p
+        self.arena = {}                                         # the programs' memory
+        self.hidden = self.fused.rows(self.arena, slots, length).x.zero_()
+        self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
+        self.options = torch.ones(4, slots, 1, device=dev)      # temperature, top_k, top_p, whether greedy
         self.tokens, self.logps, self.noise = (torch.zeros(cells + 1, dtype=t, device=dev)
                                                for t in (torch.int64, torch.float32, torch.float64))
 
-    # ---- the two halves of a step, on rows [:n] of static buffers
-    def _rows(self, n):
-        """Views of what belongs to slots [:n], made once: a view costs as much as a small kernel."""
-        if n not in self.views:
-            state = self.state[:, :n]
-            self.views[n] = SimpleNamespace(
-                hidden=self.hidden[:n], token=self.token[:n], live=self.live[:n], state=state,
-                position=state[0], cell=state[1], options=self.options[:, :n].unbind(),
-                first_cell=self.first_cell[:n], scratch=self.fused.scratch(n))
-        return self.views[n]
-
+    # ---- the two halves of a step, as programs on rows [:n] of static buffers
     def _pick(self, n, scaled, greedy, truncated):
         """hidden [n,E] -> the next token and its log-prob, written to `token` and to the row's cell."""
-        rows = self._rows(n)
-        logits = self.fused.logits(rows.hidden)                                                     # [n,V']
-        temperature, top_k, top_p = rows.options
+        program, fused, cell, token = Program(), self.fused, self.state[1, :n], self.token[:n]
+        do, logits, p, u = program.do, self.logits[:n], self.p[:n], self.noise.new_empty(n, 1)
+        kept, logp, (temperature, top_k, top_p, is_greedy) = p, p.new_empty(n, 1), self.options[:, :n]
+        fused.logits(do, fused.rows(self.arena, n), logits)
         if scaled:
-            logits.div_(torch.where(temperature > 0, temperature, 1))
-        p = logits.softmax(-1)
-        kept = truncate(p, top_k, top_p) if truncated else p
-        u = self.noise.index_select(0, rows.cell)[:, None]
-        token = inverse_cdf(kept, u, self.fused.chunk, self.vocab_limit)                            # [n,1]
+            do(logits.div_, temperature)
+        do(torch.softmax, logits, -1, out=p)
+        if truncated:
+            kept = torch.empty_like(p)
+            do(lambda: kept.copy_(truncate(p, top_k, top_p)))
+        do(torch.index_select, self.noise, 0, cell, out=u.view(-1))
+        inverse_cdf(do, kept, u, fused.chunk, self.vocab_limit, token[:, None])
         if greedy:
-            token = torch.where(temperature > 0, token, logits.argmax(-1, keepdim=True))
-        self.logps.index_copy_(0, rows.cell, p.gather(1, token).log_().view(-1))
-        token = rows.token.copy_(token.view(-1))
-        self.tokens.index_copy_(0, rows.cell, token)
+            do(lambda: token.copy_(torch.where(is_greedy[:, 0] > 0, logits.argmax(-1), token)))
+        do(torch.gather, p, 1, token[:, None], out=logp)
+        do(logp.log_)
+        do(self.logps.index_copy_, 0, cell, logp.view(-1))
+        do(self.tokens.index_copy_, 0, cell, token)
+        return program
 
     def _forward(self, n, used):
         """token [n] -> hidden [n,E]; keys and values go to each row's own position, all below `used`."""
-        fused, rows = self.fused, self._rows(n)
-        if (n, used) not in self.views:
-            self.views[n, used] = [(layer.view(-1, fused.head_dim), *fused.cached(*layer[:, :n, :, :used]))
-                                   for layer in self.cache]
-        cell = rows.first_cell + rows.position[:, None],                                            # [n,2G]
-        mask, cis = fused.mask(rows.position, used), self.cis[rows.position]
-        x = fused.embed(rows.token)
-        for layer, (flat, k, v) in zip(fused.layers, self.views[n, used], strict=True):
-            def attend(flat=flat, k=k, v=v):
-                flat.index_put_(cell, rows.scratch.kv)
-                return fused.attend(rows.scratch.q, k, v, mask, rows.position)
-            x = fused.block(layer, x, cis, rows.scratch, attend)
-        rows.hidden.copy_(x)
-        rows.state.add_(rows.live)
+        program, fused, s = Program(), self.fused, self.fused.rows(self.arena, n, used)
+        do, position, first_cell = program.do, self.state[0, :n], self.first_cell[:n]
+        cell = torch.empty_like(first_cell)
+        do(torch.add, first_cell, position[:, None, None], out=cell)                               # [n,G,2]
+        do(torch.index_select, self.cis, 0, position, out=s.cis)
+        fused.see(do, s, position, self.span[:used])
+        fused.embed(do, s, self.token[:n])
+        for layer, cache in zip(fused.layers, self.cache, strict=True):
+            fused.project(do, s, layer)
+            do(cache.view(-1, fused.head_dim).index_put_, (cell,), s.qkv[:, :, -2:])
+            fused.attend(do, s, *cache[:, :n, :, :used], position)
+            fused.finish(do, s, layer)
+        do(self.state[:, :n].add_, self.live[:n])
+        return program
 
-    def _launch(self, step, *key):
-        """step(*key); on CUDA the second run of a key is captured as a graph and later ones replay it."""
-        if self.capture is None:
-            return step(*key)
-        name = step.__name__, *key
-        if name not in self.graphs:
-            self.graphs[name] = None            # the first run is the warm-up that a capture needs
-            return step(*key)
-        self.graphs[name] = self.graphs[name] or self.capture(lambda: step(*key))
-        self.graphs[name]()
+    def _launch(self, build, *key):
+        """Runs the program build(*key), built once; on CUDA from its second run on as a captured graph."""
+        name = build.__name__, *key
+        if name not in self.programs:
+            self.programs[name] = build(*key)           # this run is the warm-up that a capture needs
+        elif self.capture and isinstance(self.programs[name], Program):
+            self.programs[name] = self.capture(self.programs[name])
+        self.programs[name]()
 
     # ---- prefill and admission
     def _prefill(self, run, p):
@@ -218,17 +221,21 @@ class Sampler:
             stored = torch.empty(c.num_hidden_layers, 2, c.num_key_value_heads, len(batch.tokens), c.head_dim,
                                  dtype=self.dtype, device=self.device)
             ends = torch.tensor(batch.q_lens).cumsum(0)
-            cis, tails = self.cis[batch.positions], (ends - 1).to(self.device)
-            x = self.fused.embed(batch.tokens)
-            scratch = self.fused.scratch(len(x))
-            for layer, kv in zip(self.fused.layers, stored, strict=True):
-                def attend(kv=kv):
-                    kv[0], kv[1] = scratch.k.transpose(0, 1), scratch.v.transpose(0, 1)
-                    return attention(scratch.q, scratch.k, scratch.v, batch).flatten(1)
-                keep = tails if layer is self.fused.layers[-1] else None
-                x = self.fused.block(layer, x, cis, scratch, attend, keep)
+            tails, fused = (ends - 1).to(self.device), self.fused
+            s = fused.rows({}, len(batch.tokens))
+            torch.index_select(self.cis, 0, batch.positions, out=s.cis)
+            fused.embed(now, s, batch.tokens)
+            for layer, kv in zip(fused.layers, stored, strict=True):
+                fused.project(now, s, layer)
+                kv[0], kv[1] = s.k.transpose(0, 1), s.v.transpose(0, 1)
+                y = attention(s.q.flatten(1, 2), s.k, s.v, batch).view(len(s.q), *s.q.shape[1:])
+                if layer is fused.layers[-1]:
+                    x, y, s = s.x[tails], y[tails], fused.rows({}, len(tails))
+                    s.x.copy_(x)
+                s.attended.copy_(y)
+                fused.finish(now, s, layer)
             parts = stored.split(batch.q_lens, 3)
-            run.prefilled = dict(zip(range(p, last), zip(parts, x, strict=True), strict=True))
+            run.prefilled = dict(zip(range(p, last), zip(parts, s.x, strict=True), strict=True))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.stats["prefill_tokens"] += len(batch.tokens)
@@ -240,21 +247,16 @@ class Sampler:
         slots = np.flatnonzero(run.job < 0)[:len(run.waiting)]
         if not len(slots):
             return
-        jobs, hidden = np.array([run.waiting.popleft() for _ in slots]), []
-        pairs = zip(jobs, slots, strict=True)           # rows of one prompt in neighbouring slots: one copy
-        for (p, _), group in groupby(pairs, lambda js: (run.prompt[js[0]], js[0] - js[1])):
-            taken, (kv, last) = [slot for _, slot in group], self._prefill(run, p)
-            self.cache[:, :, taken[0]:taken[-1] + 1, :, :kv.shape[3]] = kv[:, :, None]
-            hidden += [last] * len(taken)
-        noise = np.zeros((len(jobs), run.stride))
-        for i, job in enumerate(jobs):
-            if run.options[0, job] > 0:
-                noise[i, :run.budget[job]] = uniforms(*run.keys[job], run.budget[job])
+        jobs, noise = np.array([run.waiting.popleft() for _ in slots]), np.zeros((len(slots), run.stride))
+        for job, slot, u in zip(jobs, slots, noise, strict=True):
+            kv, self.hidden[slot] = self._prefill(run, run.prompt[job])
+            self.cache[:, :, slot, :, :kv.shape[3]] = kv
+            if not run.options[3, job]:                                             # greedy draws nothing
+                u[:run.budget[job]] = uniforms(*run.keys[job], run.budget[job])
         state = run.place(slots, jobs)
         slots, jobs, state, options, noise = (
             torch.from_numpy(x).to(self.device) for x in (slots, jobs, state, run.options[:, jobs], noise))
-        self.hidden[slots], self.live[slots] = torch.stack(hidden), 1
-        self.state[:, slots], self.options[:, slots] = state, options
+        self.live[slots], self.state[:, slots], self.options[:, slots] = 1, state, options
         self.noise[:run.cells].view(-1, run.stride)[jobs] = noise
 
     def _compact(self, run, n):
@@ -290,10 +292,10 @@ class Sampler:
             self._allocate(len(run.job), run.longest, run.cells)
             self.live.zero_()
             self.state[1] = len(self.tokens) - 1            # slots without a row write where nobody reads
-        while run.waiting or (run.job >= 0).any():
+        while run.waiting or run.alive.any():
             if run.waiting:
                 self._admit(run)
-            n = bucket(1 + np.flatnonzero(run.job >= 0)[-1])
+            n = run.rows
             for i in range(self.check_every):
                 self._launch(self._pick, n, *run.flags)
                 used = run.used + i + 1                     # columns of the longest row after this step
@@ -325,13 +327,13 @@ class _Run:
         self.budget = np.minimum(caps, sampler.max_len - self.length)
         self.full = np.where(self.budget < caps, "context", "length").tolist()
         self.keys = [(seed, step, row, sample) for row in rows for sample in range(samples)]
-        self.responses = [Response(*key[2:], [], [], full)
-                          for key, full in zip(self.keys, self.full, strict=True)]
-        options = [(s.temperature, s.top_k or sampler.vocab_limit, s.top_p) for s in per_prompt]
-        self.options = np.array(options, dtype=np.float32).reshape(-1, 3)[self.prompt].T[:, :, None]
-        self.flags = tuple(any(flag) for flag in (      # scaled, greedy, truncated: `_pick` skips what is off
-            [s.temperature != 1 for s in per_prompt], [s.temperature == 0 for s in per_prompt],
-            [s.top_p < 1 or s.top_k > 0 for s in per_prompt]))
+        self.responses = [Response(*key[2:], [], [], full) for key, full in zip(self.keys, self.full)]
+        options = [(s.temperature or 1, s.top_k or sampler.vocab_limit, s.top_p, s.temperature == 0)
+                   for s in per_prompt]
+        self.options = np.array(options, dtype=np.float32).reshape(-1, 4)[self.prompt].T[:, :, None]
+        temperature, top_k, top_p, greedy = self.options
+        self.flags = tuple(bool(flag.any()) for flag in (           # of `_pick`, which skips what is off
+            temperature != 1, greedy, (top_p < 1) | (top_k < sampler.vocab_limit)))
         self.steps = np.arange(sampler.check_every)
         self.stride = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
         self.longest = -(-(int((self.length + self.budget).max(initial=0)) + sampler.check_every) // 64) * 64
@@ -341,6 +343,7 @@ class _Run:
         # a job's tokens, log-probs and noise are cells job * stride ...
         # of each slot: its job (-1: free), the next cell of the job's tokens, how many may still come
         self.job, self.cell, self.left = np.full(slots, -1), np.zeros(slots, int), np.zeros(slots, int)
+        self.measure()
 
     def place(self, slots, jobs):
         """Jobs take slots. -> what the device keeps of each: position and cell"""
@@ -350,6 +353,7 @@ class _Run:
 
     def measure(self):
         self.alive = self.job >= 0
+        self.rows = bucket(1 + int(np.flatnonzero(self.alive).max(initial=-1)))
         self.least = int(self.left[self.alive].min(initial=2 ** 40))
         held = self.length[self.job] + self.budget[self.job] - self.left
         self.used = int(held[self.alive].max(initial=0))    # cache columns that the longest row holds
@@ -358,11 +362,12 @@ class _Run:
         """Looks at the tokens since the last check; finished rows give up their slots. -> whether any did"""
         k, job, alive = len(self.steps), self.job[:n], self.alive[:n]
         cells = self.cell[:n, None] + self.steps
-        tokens, logps = (x.numpy()[cells] if x.is_cpu else x[torch.tensor(cells).to(x.device)].cpu().numpy()
+        here = cells if sampler.tokens.is_cpu else torch.tensor(cells, device=sampler.device)
+        tokens, logps = (x.numpy().take(here) if x.is_cpu else x[here].cpu().numpy()
                          for x in (sampler.tokens, sampler.logps))
-        stop = sampler.is_eos[tokens] & alive[:, None]
+        stop = sampler.is_eos.take(tokens) & alive[:, None]
         self.used, self.least = self.used + k, self.least - k
-        if self.least > 0 and not self.on_tokens and not stop.any() and np.isfinite(logps.sum()):
+        if self.least > 0 and not self.on_tokens and not stop.any() and math.isfinite(logps.sum()):
             self.cell[:n] += k * alive
             self.left[:n] -= k * alive
             return False
@@ -387,26 +392,6 @@ class _Run:
         return bool(done.any())
 
 
-@torch.no_grad()
-def generate_reference(model, prompt, row, sample, seed, step, sampling, eos_ids, vocab_limit, max_len=None):
-    """The obviously correct slow path: no cache, no batch, the same noise. -> Response"""
-    room = (max_len or model.config.max_position_embeddings) - len(prompt)
-    budget, tokens, logps = min(sampling.max_new_tokens, room), [], []
-    noise = uniforms(seed, step, row, sample, budget)
-    while len(tokens) < budget and not (tokens and tokens[-1] in eos_ids):
-        logits = model.logits(list(prompt) + tokens)[-1, :vocab_limit].double()
-        logp = (logits / (sampling.temperature or 1)).log_softmax(-1)
-        ids = logp.argsort(descending=True, stable=True)[:sampling.top_k or None]
-        cum = logp[ids].exp().cumsum(-1)
-        ids = ids[:1 + int((cum < sampling.top_p * cum[-1]).sum())] if sampling.top_p < 1 else ids
-        ids = ids[:1] if sampling.temperature == 0 else ids.sort().values
-        cum = logp[ids].exp().cumsum(-1)
-        tokens.append(int(ids[min(int((cum <= noise[len(tokens)] * cum[-1]).sum()), len(ids) - 1)]))
-        logps.append(float(logp[tokens[-1]]))
-    finish = "length" if budget == sampling.max_new_tokens else "context"
-    return Response(row, sample, tokens, logps, "stop" if tokens and tokens[-1] in eos_ids else finish)
-
-
 # ----------------------------------------------------------------------------------------------- command line
 @dataclasses.dataclass
 class Options:
@@ -422,27 +407,9 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-class Printer:
-    """Prints the responses of a batch one after the other as they come, in whole characters: a token may end
-    inside one, and then the text ends in U+FFFD until the next token completes it."""
-
-    def __init__(self, tokenizer, questions, write):
-        self.tokenizer, self.questions, self.write = tokenizer, questions, write
-        self.ids, self.at, self.shown = [[] for _ in questions], -1, 0
-
-    def tokens(self, prompt, _sample, new, final=False):
-        self.ids[prompt] += new
-        if self.at < 0 or final and prompt > self.at:
-            self.at, self.shown = self.at + 1, 0
-            self.write(f"> {self.questions[self.at]}\n" if len(self.questions) > 1 else "")
-        if prompt == self.at:
-            text = self.tokenizer.decode(self.ids[prompt], skip_special_tokens=True)
-            text = text if final else text.rstrip("\ufffd")
-            self.write(text[self.shown:] + "\n" * final)
-            self.shown = max(self.shown, len(text))
-
-
 def main():
+    from transformers import TextStreamer
+
     import cli
     import data
     o = cli.parse(Options, __doc__)
@@ -456,10 +423,14 @@ def main():
         prompts = [data.prompt_ids(tokenizer, question, o.thinking) for question in questions]
         model = load_model(folder, getattr(torch, o.dtype), o.device)
         sampler = Sampler(model, data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer))
-        printer = Printer(tokenizer, questions, lambda text: print(text, end="", flush=True))
-        responses = sampler.generate(prompts, range(len(prompts)), 1, o.seed, 0, sampling, printer.tokens)
-    for i in range(len(responses)):
-        printer.tokens(i, 0, [], final=True)
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)            # whole characters only
+        responses = sampler.generate(prompts, range(len(prompts)), 1, o.seed, 0, sampling, (
+            lambda _prompt, _sample, new: streamer.put(torch.tensor(new))) if len(prompts) == 1 else None)
+    if len(prompts) == 1:
+        streamer.end()
+    else:
+        for question, r in zip(questions, responses, strict=True):
+            print(f"> {question}\n{tokenizer.decode(r.tokens, skip_special_tokens=True)}")
     speed = sampler.stats["decode_tokens"] / max(sampler.stats["decode_s"], 1e-9)
     print(f"[{'; '.join(f'{len(r.tokens)} tokens, {r.finish}' for r in responses)}; {speed:.0f} tokens/s]",
           file=sys.stderr)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+import data
 import sample as sample_file
-from model import ModelConfig, Qwen3, pack
+from fused import now
+from model import ModelConfig, Qwen3, load_model, pack
 from sample import (
     BELOW_ONE,
-    Printer,
     Response,
     Sampler,
     Sampling,
-    generate_reference,
     inverse_cdf,
     truncate,
     uniforms,
@@ -72,18 +72,17 @@ def scripted(sequences, tiny, eos=(), prompt=(5, 6), check_every=1, table=None, 
     caps = [sampling] if isinstance(sampling, Sampling) else sampling
     columns = max(s.max_new_tokens for s in caps) + check_every
 
-    def logits(x):
-        out = torch.full((len(x), 8 * 16), -torch.inf)
-        for i, (position, cell) in enumerate(zip(*sampler.state[:, :len(x)].tolist(), strict=True)):
+    def logits(out):
+        out.fill_(-torch.inf)
+        for i, (position, cell) in enumerate(zip(*sampler.state[:, :len(out)].tolist(), strict=True)):
             request = min(cell // columns, len(sequences) - 1)          # a slot without a row: any
             if table:
                 out[i, :LIMIT] = torch.tensor(table[request])
             else:
                 sequence = sequences[request]
                 out[i, sequence[max(min(position - len(prompt), len(sequence) - 1), 0)]] = 99.0
-        return out
 
-    sampler.fused.logits, sampler.fused.chunk = logits, 16
+    sampler.fused.logits, sampler.fused.chunk = lambda do, s, out: do(logits, out), 16
     return sampler.generate([list(prompt)] * len(sequences), range(len(sequences)), 1, 0, 0, sampling)
 
 
@@ -93,6 +92,26 @@ def compare(response, expected, tolerance=2e-5):
 
 
 # ------------------------------------------------------------------------------------- fast path = slow path
+@torch.no_grad()
+def generate_reference(model, prompt, row, sample, seed, step, sampling, eos_ids, vocab_limit, max_len=None):
+    """The obviously correct slow path: no cache, no batch, the same noise. -> Response"""
+    room = (max_len or model.config.max_position_embeddings) - len(prompt)
+    budget, tokens, logps = min(sampling.max_new_tokens, room), [], []
+    noise = uniforms(seed, step, row, sample, budget)
+    while len(tokens) < budget and not (tokens and tokens[-1] in eos_ids):
+        logits = model.logits(list(prompt) + tokens)[-1, :vocab_limit].double()
+        logp = (logits / (sampling.temperature or 1)).log_softmax(-1)
+        ids = logp.argsort(descending=True, stable=True)[:sampling.top_k or None]
+        cum = logp[ids].exp().cumsum(-1)
+        ids = ids[:1 + int((cum < sampling.top_p * cum[-1]).sum())] if sampling.top_p < 1 else ids
+        ids = ids[:1] if sampling.temperature == 0 else ids.sort().values
+        cum = logp[ids].exp().cumsum(-1)
+        tokens.append(int(ids[min(int((cum <= noise[len(tokens)] * cum[-1]).sum()), len(ids) - 1)]))
+        logps.append(float(logp[tokens[-1]]))
+    finish = "length" if budget == sampling.max_new_tokens else "context"
+    return Response(row, sample, tokens, logps, "stop" if tokens and tokens[-1] in eos_ids else finish)
+
+
 def frequent_ids(responses, count):
     ids, counts = np.unique([t for r in responses for t in r.tokens], return_counts=True)
     return ids[np.argsort(-counts)][:count].tolist()
@@ -167,7 +186,7 @@ def test_rotary_tables_are_fp32_in_a_bf16_sampler(tiny):
     frequency = 1e4 ** (-torch.arange(0, 14, 2, dtype=torch.float64) / 14)
     for position in (256, 257, 1023):
         exact = torch.polar(torch.ones(7, dtype=torch.float64), position * frequency)
-        assert (sampler.cis[position, 0].to(torch.complex128) - exact).abs().max() < 1e-5
+        assert (sampler.cis[position, 0, 0].to(torch.complex128) - exact).abs().max() < 1e-5
     assert not torch.equal(sampler.cis[256], sampler.cis[257])
 
 
@@ -225,8 +244,10 @@ def test_one_token_after_a_cache_sees_the_whole_cache(model):
             sampler.live[:1], sampler.state[0, :1] = 1, cached      # the cache still holds the prompt
             for token in ids[cached:]:
                 sampler.token[:1] = token
-                sampler._forward(1, 16)
-            logits = sampler.fused.logits(sampler.hidden[:1])[0, :LIMIT]
+                sampler._forward(1, 16)()
+            fused, out = sampler.fused, torch.empty(1, sampler.fused.width)
+            fused.logits(now, fused.rows(sampler.arena, 1), out)
+            logits = out[0, :LIMIT]
         with torch.no_grad():
             expected = model.logits(ids)[-1, :LIMIT]
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
@@ -362,6 +383,12 @@ def test_tokens_follow_the_softmax(tiny, sampling):
     assert len(expected) > 5 and chisquare(observed, expected).pvalue > 1e-3
 
 
+def invert(p, u, chunk, limit):
+    out = torch.empty(len(p), 1, dtype=torch.int64)
+    inverse_cdf(now, p, u, chunk, limit, out)
+    return out
+
+
 def test_inverse_cdf_is_exact():
     """Inside the interval of every id, at its start and at its end, against float64 over the whole row; and
     the ends of the row are never an id of probability 0."""
@@ -380,13 +407,13 @@ def test_inverse_cdf_is_exact():
         width = row[ids].double() / total
         for inside in (1e-3, 0.5, 1 - 1e-3):
             u = (edges + inside * width)[:, None]
-            picked = inverse_cdf(row.repeat(len(u), 1), u, chunk, limit)[:, 0]
+            picked = invert(row.repeat(len(u), 1), u, chunk, limit)[:, 0]
             wide = width > 1e-3    # sums of chunks are fp32: edges are right to 1e-7 of the total
             assert wide.any() and torch.equal(picked[wide], ids[wide]) and (row[picked] > 0).all()
     for u in (0.0, 5e-324):
-        picked = inverse_cdf(p, torch.full((300, 1), u, dtype=torch.float64), chunk, limit)
+        picked = invert(p, torch.full((300, 1), u, dtype=torch.float64), chunk, limit)
         assert picked[:, 0].tolist() == [int(row.nonzero()[0]) for row in p]
-    picked = inverse_cdf(p, torch.full((300, 1), BELOW_ONE, dtype=torch.float64), chunk, limit)
+    picked = invert(p, torch.full((300, 1), BELOW_ONE, dtype=torch.float64), chunk, limit)
     behind = p * (torch.arange(160) > picked)
     assert (p.gather(1, picked) > 0).all() and (behind.sum(1) <= 1e-6 * p.sum(1)).all()
 
@@ -396,7 +423,7 @@ def pick(logits, sampling, draws):
     p = torch.tensor(logits).softmax(-1).expand(draws, -1).contiguous()
     k, top_p = (torch.full((draws, 1), float(x)) for x in (sampling.top_k or p.shape[1], sampling.top_p))
     u = torch.from_numpy(uniforms(0, 0, 0, 0, draws))[:, None]
-    return inverse_cdf(truncate(p, k, top_p), u, 1, p.shape[1])[:, 0].tolist()
+    return invert(truncate(p, k, top_p), u, 1, p.shape[1])[:, 0].tolist()
 
 
 def test_top_p_and_top_k_at_their_edges():
@@ -505,9 +532,9 @@ def test_finished_rows_leave_and_waiting_rows_enter(tiny):
     caps = [Sampling(max_new_tokens=cap) for cap in random.Random(0).sample(range(1, 25), 24)]
     for every in (1, 4):
         sampler, rows = Sampler(tiny, [], LIMIT, slots=8), []
-        sampler.check_every, pick_step = every, sampler._pick
-        sampler._pick = lambda n, *flags, seen=rows, step=pick_step: (seen.append(n), step(n, *flags))
-        sampler.capture = None
+        sampler.check_every, launch = every, sampler._launch
+        sampler._launch = lambda build, n, *key, seen=rows, launch=launch: (
+            seen.append(n) if build.__name__ == "_pick" else None, launch(build, n, *key))
         responses = sampler.generate([[5]] * 24, range(24), 1, 0, 0, caps)
         assert [len(r.tokens) for r in responses] == [c.max_new_tokens for c in caps]
         assert max(rows) == 8 and rows[-1] < 8 and rows == sorted(rows, reverse=True)
@@ -534,36 +561,6 @@ def test_prompts_are_prefilled_once_and_in_bounded_batches(tiny, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- command line
-class Bytes:
-    """A tokenizer of bytes; id 0 is special."""
-
-    def decode(self, ids, skip_special_tokens=False):
-        return bytes(i for i in ids if i or not skip_special_tokens).decode("utf-8", errors="replace")
-
-
-def test_only_whole_characters_are_printed():
-    out = []
-    printer = Printer(Bytes(), ["?"], out.append)
-    text = "a\u00e9\u4e2d\U0001f600z"
-    for byte in [*text.encode(), 0]:
-        printer.tokens(0, 0, [byte])
-    assert "".join(out) == text and [x for x in out if x] == list(text)
-    printer.tokens(0, 0, [0xe4])                        # cut off inside a character: shown as what it is
-    printer.tokens(0, 0, [], final=True)
-    assert "".join(out) == text + "\ufffd\n"
-
-
-def test_answers_are_printed_one_after_the_other():
-    out = []
-    printer = Printer(Bytes(), ["one", "two", "three"], out.append)
-    for prompt, text in ((1, "bc"), (0, "a"), (2, "d"), (0, "A"), (1, "C")):
-        printer.tokens(prompt, 0, list(text.encode()))
-    assert "".join(out) == "> one\naA"                  # the others are held back
-    for prompt in range(3):
-        printer.tokens(prompt, 0, [], final=True)
-    assert "".join(out) == "> one\naA\n> two\nbcC\n> three\nd\n"
-
-
 def run_main(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
     status = 0
@@ -576,6 +573,21 @@ def run_main(monkeypatch, capsys, *arguments):
 
 def test_command_line(monkeypatch, capsys):
     monkeypatch.chdir(sample_file.__file__.rpartition("/")[0])
+    tokenizer, texts = data.load_tokenizer("tiny/model"), []
+    for row, question in enumerate(("How many?", "And now?")):
+        eos, limit = data.eos_ids("tiny/model", tokenizer), data.vocab_limit(tokenizer)
+        sampler = Sampler(load_model("tiny/model"), eos, limit)
+        ids = data.prompt_ids(tokenizer, question, False)
+        tokens = sampler.generate([ids], [row], 1, 3, 0, Sampling(max_new_tokens=45))[0].tokens
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    options = "--max-new-tokens", "45", "--no-thinking", "--seed", "3"
+    status, out, err = run_main(monkeypatch, capsys, "How many?", "And now?", *options)
+    assert (status, out) == (0, f"> How many?\n{texts[0]}\n> And now?\n{texts[1]}\n") and "tokens" in err
+    written = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", lambda text: written.append(text) or len(text))
+        assert run_main(monkeypatch, capsys, "How many?", *options)[0] == 0
+    assert "".join(written) == texts[0] + "\n" and sum(map(bool, written)) > 3       # as it comes
     status, out, err = run_main(monkeypatch, capsys, "How many?", "And now?", "--max-new-tokens", "5",
                                 "--temperature", "0", "--no-thinking")
     assert status == 0 and out.startswith("> How many?\n") and "\n> And now?\n" in out and "tokens" in err
