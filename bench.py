@@ -173,15 +173,17 @@ def bench_sampler(b):
 
 
 def refill_case(b):
-    """256 responses of geometric length (8 of 512 ids end one) in 32 slots; peer: 8 lock-step batches."""
-    sampler = Sampler(b.ours, range(0, 512, 64), 512, 32, b.dtype)
-    prompts, rows, options = random_ids(256, 30, 512), list(range(256)), Sampling(max_new_tokens=400)
+    """256 responses of geometric length (8 of 512 ids end one) in 32 slots; peer: 8 batches in lock-step, each
+    as long as its longest response, as in `transformers.generate`."""
+    sampler, lock_step = (Sampler(b.ours, eos, 512, 32, b.dtype) for eos in (range(0, 512, 64), []))
+    prompts = random_ids(256, 30, 512)
 
-    def generate(n):
-        return sum(len(r.tokens) for i in range(0, 256, n) for r in sampler.generate(
-            prompts[i:i + n], rows[i:i + n], 1, 0, 0, options))
-    b.compare("256 ragged through 32 slots (peer: lock-step)", generate(256),
-              lambda: generate(256), lambda: generate(32))
+    def generate(sampler, n, *caps):
+        return [len(r.tokens) for i in range(0, 256, n) for r in sampler.generate(
+            prompts[i:i + n], range(i, i + n), 1, 0, 0, Sampling(max_new_tokens=caps[i // n]))]
+    lengths = torch.tensor(generate(sampler, 256, 400)).view(8, 32)
+    b.compare("256 ragged through 32 slots (peer: lock-step)", int(lengths.sum()),
+              lambda: generate(sampler, 256, 400), lambda: generate(lock_step, 32, *lengths.amax(1).tolist()))
 
 
 def bench_learner(b):

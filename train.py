@@ -425,8 +425,7 @@ def build(cfg, device):
     folder = local_folder(cfg.model)
     config, tokenizer = ModelConfig.from_folder(folder), data.load_tokenizer(folder)
     eos, vocab_limit = data.eos_ids(folder, tokenizer), data.vocab_limit(tokenizer)
-    prompt_of = functools.lru_cache(None)(
-        lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
+    prompt_of = functools.cache(lambda row: data.prompt_ids(tokenizer, problems[row].question, cfg.thinking))
     rows = {row for step in range(cfg.steps) for row in step_prompts(step, len(problems), cfg)[0]}
     longest = evaluate.longest_prompt(cfg.train_data, problems, rows, tokenizer, cfg.thinking, config)
     if tests:
