@@ -173,8 +173,8 @@ def bench_sampler(b):
 
 
 def refill_case(b):
-    """256 responses of geometric length (8 of 512 ids end one) in 32 slots; peer: 8 batches in lock-step, each
-    as long as its longest response, as in `transformers.generate`."""
+    """256 responses of geometric length (8 of 512 ids end one) in 32 slots; peer: 8 batches in lock-step,
+    each as long as its longest response, as in `transformers.generate`."""
     sampler, lock_step = (Sampler(b.ours, eos, 512, 32, b.dtype) for eos in (range(0, 512, 64), []))
     prompts = random_ids(256, 30, 512)
 
@@ -188,8 +188,8 @@ def refill_case(b):
 
 def bench_learner(b):
     """Responses of equal length without shared prompts, then K of ragged length (1/4 to 7/4 of the mean)."""
-    large = 400 if b.device.type == "cuda" else 100
-    rows, k, prompt, mean = (128, 8, 40, 40) if b.size == "tiny" else (8, 4, 100, large)
+    mean = 40 if b.size == "tiny" else 400 if b.device.type == "cuda" else 100
+    rows, k, prompt = (128, 8, 40) if b.size == "tiny" else (8, 4, 100)
     body, whole = matmul_flops(b.shape, False), matmul_flops(b.shape)
     ragged = [int(mean * (0.25 + 1.5 * i / rows)) for i in range(rows)]
     b.peer.train()

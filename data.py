@@ -84,8 +84,7 @@ def local_path(name, kind, patterns):
     path = Path(name).expanduser()
     if path.exists():
         return path
-    hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) and not path.parent.exists()
-    if not hub or path.suffix in _READERS:
+    if path.suffix in _READERS or path.parent.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
         raise FileNotFoundError(f"{name}: no such file or folder, and no hub name (owner/name)")
     from huggingface_hub import snapshot_download
     try:

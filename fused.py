@@ -1,13 +1,13 @@
-"""The model as decoding wants it: fused, packed weights, few kernels a block, all memory laid out before.
+"""The model as the sampler runs it: fused and packed weights, few kernels a block, memory laid out before.
 
-`model.py` is the model; this is the same function for one-token queries, where the cost is reading weights
-and starting kernels. Each kernel is handed to `do(kernel, *args, **options)`: `now` runs it at once,
-`Program.do` keeps it. A program runs again without the Python that found its operands (a third of a step of
-the tiny model), and is what a CUDA graph captures. Weights change only in `refresh`; the embedding is the
-model's own.
+`model.py` is the model; this is the same function, above all for one-token queries, where the cost is reading
+weights and starting kernels. Each kernel is handed to `do(kernel, *args, **options)`: `now` runs it at once,
+`Program.do` keeps it. A program runs again without the Python that found its operands, and is what a CUDA
+graph captures. Weights are taken over by `refresh`; the embedding, and what needs no conversion, is the
+model's own memory.
 
 Letters in shapes: n rows, H query heads, G key/value heads, D head size, E hidden size, I inner size of the
-MLP, V vocabulary, T cache columns. flash-attn's kernel over a cache has not run on a GPU yet.
+MLP, V vocabulary, T cache columns.
 """
 
 import math
@@ -41,42 +41,41 @@ def now(kernel, *args, **options):
 
 
 def laid_out(w):
-    """A matrix for `product`: in oneDNN's own layout where that pays (up to twice as fast on CPU, but not for
-    small fp32 weights), else transposed; there a pair [2,out,in] stays one, for a batched product."""
-    small = w.is_cpu and w.dtype == torch.float32 and w.numel() < 2 ** 18
-    w = w if small else w.flatten(0, -2)
-    if w.is_cpu and onednn(w.dtype) and not small:
-        return torch.ops.mkldnn._reorder_linear_weight(w, 64)
-    return w.mT
+    """A matrix, or a pair [2,out,in], for `product`. Small fp32 weights on a CPU: transposed; a pair stays
+    one, for a batched product. Others: one matrix, on a CPU in oneDNN's own layout (up to twice as fast)."""
+    if w.is_cpu and w.dtype == torch.float32 and w.numel() < 2 ** 18:
+        return w.mT
+    w = w.flatten(0, -2)
+    return torch.ops.mkldnn._reorder_linear_weight(w, 64) if w.is_cpu and onednn(w.dtype) else w.mT
 
 
 def fused_weights(model, vocab_limit, chunk, dtype):
-    """Yields 7 tensors a layer, the last norm, the head. q, k, v are one product, key head by key head: its
-    query heads, itself, its values; gate and up are one. Rows of q and k are interleaved (i, i + D/2): the
-    rotation is one complex product (scores do not see the order). Norm weights take in sqrt(width): the mean
-    of squares becomes a sum. In fp32 they are part of the product that follows; in 16 bits that would round
-    differently from the learner."""
+    """Yields 7 tensors a layer, the last norm, the head. q, k, v are one product, per key head: its query
+    heads, the key head, its values; gate and up are one. Rows of q and k are interleaved (i, i + D/2): the
+    rotation is one complex product (scores do not see the order). Norm weights include sqrt(width): the mean
+    of squares becomes a sum. In fp32 those over E are folded into the product that follows; in 16 bits that
+    would round differently from the learner."""
     c, pairs = model.config, torch.arange(model.config.head_dim).view(2, -1).T.reshape(-1)
     queries, groups = c.num_attention_heads // c.num_key_value_heads, c.num_key_value_heads
 
     def norm(module):
         return module.weight.float() * len(module.weight) ** 0.5
 
-    def rows(linear, after=None):
+    def weight(linear, after=None):
         w = linear.weight
         return (w * norm(after) if after and dtype == torch.float32 else w).to(dtype)
 
     for layer in model.model.layers:
         a, m, pre, post = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
-        q, k, v = (rows(part, pre).view(groups, -1, c.head_dim, c.hidden_size)                     # [G,.,D,E]
+        q, k, v = (weight(part, pre).view(groups, -1, c.head_dim, c.hidden_size)                   # [G,.,D,E]
                    for part in (a.q_proj, a.k_proj, a.v_proj))
         yield norm(pre)                                                                             # [E]
         yield laid_out(torch.cat([q[:, :, pairs], k[:, :, pairs], v], 1).flatten(0, 2))      # [(H+2G)*D, E]
         yield torch.stack([norm(a.q_norm)[pairs]] * queries + [norm(a.k_norm)[pairs]])       # [H/G+1, D]
-        yield laid_out(rows(a.o_proj))
+        yield laid_out(weight(a.o_proj))
         yield norm(post)
-        yield laid_out(torch.stack([rows(m.gate_proj, post), rows(m.up_proj, post)]))   # [2,I,E]
-        yield laid_out(rows(m.down_proj))
+        yield laid_out(torch.stack([weight(m.gate_proj, post), weight(m.up_proj, post)]))   # [2,I,E]
+        yield laid_out(weight(m.down_proj))
     yield norm(model.model.norm)
     # logits are fp32 products of operands in `dtype`, as in the learner; on CPU of operands widened before
     head = model.head_weight[:vocab_limit]
@@ -90,8 +89,8 @@ def packed_product(x, w, out, add):
 
 
 def product(do, x, w, out, add=False):
-    """x [n,in] times a matrix from `laid_out` -> `out` [n,out], with `add` onto what is there. From some
-    hundred rows (prefill) oneDNN pays for small weights as well."""
+    """x [n,in] times a matrix from `laid_out` -> `out` [n,out], with `add` onto what is there. From
+    256 rows (prefill) oneDNN pays for small weights as well. fp32 from 16 bits: the head on CUDA."""
     if w.ndim == 3 and len(x) < 256:
         do(torch.bmm, x.expand(len(w), -1, -1), w, out=out)
     elif w.ndim == 3:
@@ -107,22 +106,21 @@ def product(do, x, w, out, add=False):
 
 class Fused:
     """vocab_limit: ids from it on get logit -inf. The head is padded to whole chunks of about sqrt(V) ids,
-    `width` in all, for sampling in two levels. dtype: of products and cache."""
+    `width` in all, for sampling in two levels. dtype: of weights and activations."""
 
     def __init__(self, model, vocab_limit, dtype):
         c, self.device = model.config, model.head_weight.device
-        self.model, self.config, self.dtype, self.wide = model, c, dtype, dtype != torch.float32
+        self.model, self.config, self.dtype, self.half = model, c, dtype, dtype != torch.float32
         self.vocab_limit, self.chunk = vocab_limit, 1 << vocab_limit.bit_length() // 2
         self.width = -(-vocab_limit // self.chunk) * self.chunk
         self.groups, self.head_dim = c.num_key_value_heads, c.head_dim
-        self.queries = c.num_attention_heads // self.groups     # of each key head
-        # sqrt(width * eps): what hypot adds to the length of a vector
-        self.eps = [torch.tensor((width * c.rms_norm_eps) ** 0.5, device=self.device)
-                    for width in (c.hidden_size, c.head_dim)]
-        self.mask_values = torch.tensor([0.0, -torch.inf], dtype=dtype, device=self.device)     # seen or not
-        self.flash = self.device.type == "cuda" and self.wide and flash_attn_with_kvcache
-        # at query length 1 two batched products beat PyTorch's CPU attention for fp32 and small heads
-        self.products = self.device.type == "cpu" and not self.wide and c.head_dim <= 64
+        self.queries = c.num_attention_heads // self.groups     # H/G, of each key head
+        # sqrt(size * eps): what hypot adds to the length of a vector
+        self.eps = [torch.tensor((size * c.rms_norm_eps) ** 0.5, device=self.device)
+                    for size in (c.hidden_size, c.head_dim)]
+        self.flash = self.device.type == "cuda" and self.half and flash_attn_with_kvcache
+        # at query length 1 two batched products beat PyTorch's CPU attention in fp32
+        self.products = self.device.type == "cpu" and not self.half
         self.weights = None
         self.refresh()
 
@@ -136,11 +134,12 @@ class Fused:
             return
         *layers, self.final, self.head = self.weights = list(fresh)
         self.layers = [layers[i:i + 7] for i in range(0, len(layers), 7)]
-        self.paired = self.layers[0][5].ndim == 3               # gate and up
+        self.paired = self.layers[0][5].ndim == 3               # are gate and up a pair [2,E,I]?
 
-    def rows(self, arena, n, columns=0):
-        """Memory for n rows, to `attend` over so many columns, and each view of it that the kernels take. All
-        programs of one `arena`, a dict, share what the first call, with the most rows and columns, got."""
+    def buffers(self, arena, n, columns=0):
+        """Memory for n rows, to `attend` over that many columns, and each view of it that the kernels take.
+        Calls with one `arena` (a dict) share memory: the first must have the most rows and columns. Only x
+        outlives a program."""
         c, g, h, d = self.config, self.groups, self.queries, self.head_dim
 
         def take(name, *shape, dtype=self.dtype):
@@ -156,12 +155,12 @@ class Fused:
             mask=take("mask", *masks), scores=take("scores", n * g, h, columns * self.products))
         s.q, s.k, s.v, s.narrow = s.qkv[:, :, :h], s.qkv[:, :, h], s.qkv[:, :, h + 1], s.qkv[:, :, :h + 1]
         # norms and rotation are fp32, beside 16 bits in memory of their own
-        s.y32, s.qk = (fp32("y32", *s.y.shape), fp32("qk", *s.narrow.shape)) if self.wide else (s.y, s.narrow)
+        s.y32, s.qk = (fp32("y32", *s.y.shape), fp32("qk", *s.narrow.shape)) if self.half else (s.y, s.narrow)
         s.pairs = torch.view_as_complex(s.qk.unflatten(-1, (-1, 2)))
         s.gate, s.up = s.gate_up.unbind(0 if self.paired else 1)
         return s
 
-    # ---- the parts of a forward pass, as kernels for `do`; s: from `rows`
+    # ---- the parts of a forward pass, as kernels for `do`; s: from `buffers`
     def embed(self, do, s, tokens):
         do(lambda: s.x.copy_(self.model.model.embed_tokens.weight.index_select(0, tokens)))
 
@@ -171,7 +170,7 @@ class Fused:
         do(torch.linalg.vector_norm, s.x, 2, -1, True, dtype=torch.float32, out=s.length)
         do(s.length.hypot_, self.eps[0])
         do(torch.div, s.x, s.length, out=s.y32)
-        if self.wide:
+        if self.half:
             do(s.y32.mul_, weight)
             do(s.y.copy_, s.y32)
 
@@ -180,14 +179,14 @@ class Fused:
         pre, w_qkv, head_norm, *_ = layer
         self.norm(do, s, pre)
         product(do, s.y, w_qkv, s.qkv.flatten(1))
-        if self.wide:
+        if self.half:
             do(s.qk.copy_, s.narrow)
         do(torch.linalg.vector_norm, s.qk, 2, -1, True, out=s.head_length)
         do(s.head_length.hypot_, self.eps[1])
         do(s.qk.div_, s.head_length)
         do(s.qk.mul_, head_norm)
         do(s.pairs.mul_, s.cis)
-        if self.wide:
+        if self.half:
             do(s.narrow.copy_, s.qk)
 
     def finish(self, do, s, layer):
@@ -203,29 +202,29 @@ class Fused:
     def logits(self, do, s, out):
         """x -> out, fp32 [n,width], -inf from vocab_limit on."""
         self.norm(do, s, self.final)
-        if self.wide and out.is_cpu:
+        if self.half and out.is_cpu:
             do(s.y32.copy_, s.y)
         product(do, s.y32 if out.is_cpu else s.y, self.head, out)
         if self.width > self.vocab_limit:
             do(out[:, self.vocab_limit:].fill_, -torch.inf)
 
     # ---- attention of one query a row over its cache
-    def see(self, do, s, position, columns):
-        """mask: 0 for the columns up to each row's position, -inf behind it."""
-        do(torch.le, columns.expand(s.mask.shape[1:]), position.view(-1, 1, 1, 1), out=s.seen)
-        do(torch.where, s.seen, *self.mask_values, out=s.mask)
+    def see(self, do, s, position, span):
+        """mask: 0 for the columns up to each row's position, -inf after it; span: 0 ... T - 1."""
+        do(torch.le, span.expand(s.mask.shape[1:]), position.view(-1, 1, 1, 1), out=s.seen)
+        do(torch.where, s.seen, s.mask.new_zeros(()), s.mask.new_full((), -torch.inf), out=s.mask)
 
     def attend(self, do, s, k, v, position):
-        """q and a cache k, v [n,G,T,D] -> attended. The H/G query heads of a key head act as that many
-        queries."""
+        """q and a cache k, v [n,G,T,D] -> attended. Without flash-attn the H/G query heads of a key head act
+        as that many queries."""
         if self.products:
-            q, k, v = s.q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+            q, k, v = (x.view(-1, *x.shape[2:]) for x in (s.q, k, v))       # never a copy
             do(torch.baddbmm, s.mask.flatten(0, 1), q, k.mT, alpha=self.head_dim ** -0.5, out=s.scores)
             do(torch.softmax, s.scores, -1, out=s.scores)
             do(torch.bmm, s.scores, v, out=s.attended.flatten(0, 1))
         elif self.flash:
             k, v, out = k.transpose(1, 2), v.transpose(1, 2), s.attended.flatten(1, 2)[:, None]
-            do(lambda: out.copy_(self.flash(s.q.flatten(1, 2)[:, None], k, v,
-                                            cache_seqlens=(position + 1).int())))
+            do(lambda: out.copy_(self.flash(        # slots without a row may stand behind the columns
+                s.q.flatten(1, 2)[:, None], k, v, cache_seqlens=(position + 1).clamp(max=k.shape[1]).int())))
         else:
             do(lambda: s.attended.copy_(F.scaled_dot_product_attention(s.q, k, v, attn_mask=s.mask)))

@@ -10,7 +10,7 @@ or top-p cut the choice; greedy rows report temperature 1. EOS is kept. Ids are 
 obviously correct slow path is `generate_reference` in tests/test_sample.py.
 
 Letters in shapes: L layers, n decoded rows, H query heads, G key/value heads, D head size, E hidden size,
-V vocabulary, T cache columns in use, P prompt tokens. CUDA graphs have not run on a GPU yet.
+V vocabulary, T cache columns in use, P prompt tokens.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class Sampling:
     max_new_tokens: int = 1024      # 0 = empty responses
 
     def __post_init__(self):
-        if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1 and self.top_k >= 0
-                and self.max_new_tokens >= 0):
-            raise ValueError(f"{self}: top_p must lie in (0, 1], the others be >= 0; temperature 0 is greedy")
+        greedy, least = self.temperature == 0, min(self.top_k, self.max_new_tokens)
+        if not ((greedy or 1e-6 <= self.temperature < math.inf) and 0 < self.top_p <= 1 and least >= 0):
+            raise ValueError(f"{self}: temperature is 0 (greedy) or from 1e-6, top_p in (0, 1], the rest >= 0")
 
 
 class Response(NamedTuple):
@@ -68,11 +68,11 @@ def inverse_cdf(do, p, u, chunk, limit, out):
     the chosen chunk c. An id with p = 0 never moves a cumulative sum and so is never the first to exceed
     anything; the target stays below the total. Only NaN can reach the clamps. (`do`: see fused.py)"""
     chunks, wide = p.view(len(p), -1, chunk), {"dtype": torch.float64, "device": p.device}
-    sums, cum = chunks.sum(-1), torch.zeros(len(p), chunks.shape[1] + 1, **wide)    # cum begins with a 0
+    sums, cum = torch.empty_like(chunks[:, :, 0]), torch.zeros(len(p), chunks.shape[1] + 1, **wide)
     inside, (target, before, end) = torch.empty(len(p), chunk, **wide), u.new_empty(3, *u.shape)
     c, chosen = torch.empty_like(out), torch.empty_like(chunks[:, :1])
     do(torch.sum, chunks, -1, out=sums)
-    do(torch.cumsum, sums, -1, dtype=torch.float64, out=cum[:, 1:])
+    do(torch.cumsum, sums, -1, dtype=torch.float64, out=cum[:, 1:])             # cum begins with a 0
     do(torch.mul, cum[:, -1:], u, out=target)
     do(torch.searchsorted, cum, target, right=True, out=c)
     do(c.sub_, 1)
@@ -89,7 +89,8 @@ def inverse_cdf(do, p, u, chunk, limit, out):
 
 
 def truncate(p, top_k, top_p):
-    """p [n,V] with 0 outside top-k, then top-p; rows with k >= V and top_p = 1 stay as they are."""
+    """p [n,V] with 0 outside top-k, then top-p; rows whose k covers all ids with p > 0 and
+    whose top_p is 1 stay as they are."""
     ordered, ids = p.sort(dim=-1, descending=True, stable=True)
     keep = torch.arange(p.shape[1], device=p.device) < top_k                                         # [n,V]
     cum = (ordered.double() * keep).cumsum_(-1)
@@ -100,15 +101,15 @@ def truncate(p, top_k, top_p):
 
 # ---------------------------------------------------------------------------------------------------- sampler
 def bucket(n):
-    """n rounded up to 1, 2, 4 or a multiple of 8: few shapes, so few kernels and graphs to prepare."""
+    """n rounded up to 1, 2, 4 or a multiple of 8: few shapes, so few programs."""
     return n if n < 3 else 4 if n < 5 else -(-n // 8) * 8
 
 
-def cuda_capture(step):
-    """Records `step` as a CUDA graph and returns its replay."""
+def cuda_capture(program):
+    """Records `program` as a CUDA graph and returns its replay, which needs the program's memory: keep it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        program()
     return graph.replay
 
 
@@ -117,9 +118,9 @@ class Sampler:
     nobody waits, the last rows move into the holes. So a step runs on views [:n] and, between checks, without
     host synchronization.
 
-    eos_ids: every id that ends a response. vocab_limit: ids from it on are never sampled. dtype: of products
-    and cache, fp32 or 16 bits; default bfloat16 on CUDA, else the model's. max_len: of prompt + response,
-    default the model's.
+    eos_ids: every id that ends a response. vocab_limit: ids from it on are never sampled. slots: rounded up
+    by `bucket`. dtype: of weights, activations and cache, fp32 or 16 bits; default bfloat16 on CUDA, else the
+    model's. max_len: of prompt + response, default the model's.
     """
 
     def __init__(self, model: Qwen3, eos_ids, vocab_limit, slots=32, dtype=None, max_len=None):
@@ -139,34 +140,36 @@ class Sampler:
         self.fused.refresh()
 
     def _allocate(self, *need):
-        """Buffers for (slots, cache columns of each, tokens of all responses), kept while they are enough."""
+        """Buffers for (slots, cache columns of each, tokens of all responses), kept while large enough."""
         if all(have >= want for have, want in zip(self.size, need, strict=True)):
             return
-        self.size = slots, length, cells = tuple(map(max, self.size, need))
+        slots, length, cells = size = tuple(map(max, self.size, need))
+        self.size = 0, 0, 0                                             # until all of it is there
         c, dev, g = self.config, self.device, self.config.num_key_value_heads
-        self.cache, self.programs = None, {}                            # freed before the larger one comes
+        self.cache, self.programs, self.graphs = None, {}, {}           # freed before the larger one comes
         self.cache = torch.zeros(c.num_hidden_layers, 2, slots, g, length, c.head_dim, dtype=self.dtype,
                                  device=dev)
         first = torch.arange(2 * slots * g, device=dev).view(2, slots, g) * length
-        self.first_cell = first.permute(1, 2, 0).contiguous()           # where a slot's k and v heads begin
+        self.first_place = first.permute(1, 2, 0).contiguous()  # where a slot's k and v heads begin
         self.span = torch.arange(length, device=dev)
         self.cis = torch.complex(*rope_tables(c, length, dev))[:, None, None]                   # [T,1,1,D/2]
         self.state = torch.zeros(2, slots, dtype=torch.int64, device=dev)   # position; cell in tokens, logps
         self.live, self.token = torch.zeros_like(self.state)                # live: 1 while the row counts
-        self.arena = {}                                         # the programs' memory
-        self.hidden = self.fused.rows(self.arena, slots, length).x.zero_()
+        self.arena = {}                                 # scratch memory that programs share; x is `hidden`
+        self.hidden = self.fused.buffers(self.arena, slots, length).x.zero_()
         self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
         self.options = torch.ones(4, slots, 1, device=dev)      # temperature, top_k, top_p, whether greedy
         self.tokens, self.logps, self.noise = (torch.zeros(cells + 1, dtype=t, device=dev)
                                                for t in (torch.int64, torch.float32, torch.float64))
+        self.size = size
 
     # ---- the two halves of a step, as programs on rows [:n] of static buffers
     def _pick(self, n, scaled, greedy, truncated):
-        """hidden [n,E] -> the next token and its log-prob, written to `token` and to the row's cell."""
+        """Program: hidden [n,E] -> the next token and its log-prob, written to `token` and the row's cell."""
         program, fused, cell, token = Program(), self.fused, self.state[1, :n], self.token[:n]
         do, logits, p, u = program.do, self.logits[:n], self.p[:n], self.noise.new_empty(n, 1)
         kept, logp, (temperature, top_k, top_p, is_greedy) = p, p.new_empty(n, 1), self.options[:, :n]
-        fused.logits(do, fused.rows(self.arena, n), logits)
+        fused.logits(do, fused.buffers(self.arena, n), logits)
         if scaled:
             do(logits.div_, temperature)
         do(torch.softmax, logits, -1, out=p)
@@ -184,17 +187,18 @@ class Sampler:
         return program
 
     def _forward(self, n, used):
-        """token [n] -> hidden [n,E]; keys and values go to each row's own position, all below `used`."""
-        program, fused, s = Program(), self.fused, self.fused.rows(self.arena, n, used)
-        do, position, first_cell = program.do, self.state[0, :n], self.first_cell[:n]
-        cell = torch.empty_like(first_cell)
-        do(torch.add, first_cell, position[:, None, None], out=cell)                               # [n,G,2]
+        """Program: token [n] -> hidden [n,E]; keys and values go to each row's position, all below `used`;
+        then position and cell advance."""
+        program, fused, s = Program(), self.fused, self.fused.buffers(self.arena, n, used)
+        do, position, first_place = program.do, self.state[0, :n], self.first_place[:n]
+        place = torch.empty_like(first_place)
+        do(torch.add, first_place, position[:, None, None], out=place)                             # [n,G,2]
         do(torch.index_select, self.cis, 0, position, out=s.cis)
         fused.see(do, s, position, self.span[:used])
         fused.embed(do, s, self.token[:n])
         for layer, cache in zip(fused.layers, self.cache, strict=True):
             fused.project(do, s, layer)
-            do(cache.view(-1, fused.head_dim).index_put_, (cell,), s.qkv[:, :, -2:])
+            do(cache.view(-1, fused.head_dim).index_put_, (place,), s.qkv[:, :, -2:])
             fused.attend(do, s, *cache[:, :n, :, :used], position)
             fused.finish(do, s, layer)
         do(self.state[:, :n].add_, self.live[:n])
@@ -203,15 +207,15 @@ class Sampler:
     def _launch(self, build, *key):
         """Runs the program build(*key), built once; on CUDA from its second run on as a captured graph."""
         name = build.__name__, *key
-        if name not in self.programs:
-            self.programs[name] = build(*key)           # this run is the warm-up that a capture needs
-        elif self.capture and isinstance(self.programs[name], Program):
-            self.programs[name] = self.capture(self.programs[name])
-        self.programs[name]()
+        program = self.programs.get(name)               # its first run is the warm-up that a capture needs
+        if program and self.capture and name not in self.graphs:
+            self.graphs[name] = self.capture(program)
+        self.programs[name] = program = program or build(*key)
+        self.graphs.get(name, program)()
 
     # ---- prefill and admission
     def _prefill(self, run, p):
-        """Runs prompt p, packed with those behind it (up to 2,048 tokens) for rows to come, unless it was.
+        """Runs prompt p, packed with the next ones (up to 2,048 tokens), unless that was done before.
         -> its keys and values [L,2,G,P,D] and last hidden state [E]"""
         if p not in run.prefilled:
             began, c, last = time.perf_counter(), self.config, p + 1
@@ -220,9 +224,8 @@ class Sampler:
             batch = pack(run.prompts[p:last], [], []).to(self.device)
             stored = torch.empty(c.num_hidden_layers, 2, c.num_key_value_heads, len(batch.tokens), c.head_dim,
                                  dtype=self.dtype, device=self.device)
-            ends = torch.tensor(batch.q_lens).cumsum(0)
-            tails, fused = (ends - 1).to(self.device), self.fused
-            s = fused.rows({}, len(batch.tokens))
+            tails, fused = (torch.tensor(batch.q_lens).cumsum(0) - 1).to(self.device), self.fused
+            s = fused.buffers({}, len(batch.tokens))
             torch.index_select(self.cis, 0, batch.positions, out=s.cis)
             fused.embed(now, s, batch.tokens)
             for layer, kv in zip(fused.layers, stored, strict=True):
@@ -230,7 +233,7 @@ class Sampler:
                 kv[0], kv[1] = s.k.transpose(0, 1), s.v.transpose(0, 1)
                 y = attention(s.q.flatten(1, 2), s.k, s.v, batch).view(len(s.q), *s.q.shape[1:])
                 if layer is fused.layers[-1]:
-                    x, y, s = s.x[tails], y[tails], fused.rows({}, len(tails))
+                    x, y, s = s.x[tails], y[tails], fused.buffers({}, len(tails))
                     s.x.copy_(x)
                 s.attended.copy_(y)
                 fused.finish(now, s, layer)
@@ -295,14 +298,15 @@ class Sampler:
         while run.waiting or run.alive.any():
             if run.waiting:
                 self._admit(run)
-            n = run.rows
+            n = run.n
             for i in range(self.check_every):
                 self._launch(self._pick, n, *run.flags)
                 used = run.used + i + 1                     # columns of the longest row after this step
                 if i == self.check_every - 1 and run.check(self, n):
                     n = self._compact(run, n)
                 if n:
-                    used = min(-(-used // self.columns) * self.columns, self.size[1])
+                    step = max(self.columns, 2 ** (used.bit_length() - 4))      # long rows: few programs
+                    used = min(-(-used // step) * step, self.size[1])
                     self._launch(self._forward, n, used)
                 self.stats["decode_steps"] += 1
         self.stats["decode_s"] = time.perf_counter() - began - self.stats["prefill_s"]
@@ -322,12 +326,12 @@ class _Run:
                 raise ValueError(f"row {row}: a prompt of {len(ids)} tokens; it takes 1 to {sampler.max_len}")
         self.prompts, self.on_tokens, self.step, self.prefilled = prompts, on_tokens, step, {}
         self.prompt = np.repeat(np.arange(len(prompts)), samples)               # of each request ("job")
-        self.length = np.array([len(ids) for ids in prompts], dtype=np.int64)[self.prompt]
+        self.prompt_len = np.array([len(ids) for ids in prompts], dtype=np.int64)[self.prompt]
         caps = np.array([s.max_new_tokens for s in per_prompt], dtype=np.int64)[self.prompt]
-        self.budget = np.minimum(caps, sampler.max_len - self.length)
-        self.full = np.where(self.budget < caps, "context", "length").tolist()
+        self.budget = np.minimum(caps, sampler.max_len - self.prompt_len)
+        self.capped = np.where(self.budget < caps, "context", "length").tolist()
         self.keys = [(seed, step, row, sample) for row in rows for sample in range(samples)]
-        self.responses = [Response(*key[2:], [], [], full) for key, full in zip(self.keys, self.full)]
+        self.responses = [Response(*key[2:], [], [], full) for key, full in zip(self.keys, self.capped)]
         options = [(s.temperature or 1, s.top_k or sampler.vocab_limit, s.top_p, s.temperature == 0)
                    for s in per_prompt]
         self.options = np.array(options, dtype=np.float32).reshape(-1, 4)[self.prompt].T[:, :, None]
@@ -336,12 +340,13 @@ class _Run:
             temperature != 1, greedy, (top_p < 1) | (top_k < sampler.vocab_limit)))
         self.steps = np.arange(sampler.check_every)
         self.stride = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
-        self.longest = -(-(int((self.length + self.budget).max(initial=0)) + sampler.check_every) // 64) * 64
+        longest = int((self.prompt_len + self.budget).max(initial=0)) + sampler.check_every
+        self.longest = -(-longest // 64) * 64
         self.cells = len(self.keys) * self.stride
         self.waiting = deque(np.flatnonzero(self.budget > 0).tolist())
         slots = bucket(min(sampler.slots, len(self.waiting))) if self.waiting else 0
-        # a job's tokens, log-probs and noise are cells job * stride ...
-        # of each slot: its job (-1: free), the next cell of the job's tokens, how many may still come
+        # job j owns the cells from j * stride of tokens, log-probs and noise
+        # of each slot: its job (-1: free), the next cell of that job, how many tokens may still come
         self.job, self.cell, self.left = np.full(slots, -1), np.zeros(slots, int), np.zeros(slots, int)
         self.measure()
 
@@ -349,13 +354,13 @@ class _Run:
         """Jobs take slots. -> what the device keeps of each: position and cell"""
         self.job[slots], self.cell[slots], self.left[slots] = jobs, jobs * self.stride, self.budget[jobs]
         self.measure()
-        return np.stack([self.length[jobs], self.cell[slots]])
+        return np.stack([self.prompt_len[jobs], self.cell[slots]])
 
     def measure(self):
         self.alive = self.job >= 0
-        self.rows = bucket(1 + int(np.flatnonzero(self.alive).max(initial=-1)))
+        self.n = bucket(1 + int(np.flatnonzero(self.alive).max(initial=-1)))
         self.least = int(self.left[self.alive].min(initial=2 ** 40))
-        held = self.length[self.job] + self.budget[self.job] - self.left
+        held = self.prompt_len[self.job] + self.budget[self.job] - self.left
         self.used = int(held[self.alive].max(initial=0))    # cache columns that the longest row holds
 
     def check(self, sampler, n):
@@ -377,14 +382,14 @@ class _Run:
         self.left[:n] -= size
         bad = (~np.isfinite(logps) & (np.arange(k) < size[:, None])).any(1)
         if bad.any():
-            row = self.keys[job[bad.argmax()]][2]
+            row, sampler.size = self.keys[job[bad.argmax()]][2], (0, 0, 0)     # NaN would stay in the cache
             raise ValueError(f"step {self.step}, row {row}: the logits are NaN or infinite")
         for i in np.flatnonzero(alive) if self.on_tokens else ():
             self.on_tokens(int(self.prompt[job[i]]), self.keys[job[i]][3], tokens[i, :size[i]].tolist())
         done = alive & (ended | (self.left[:n] == 0))
         for i in np.flatnonzero(done):
             j, cell = job[i], slice(job[i] * self.stride, self.cell[i])
-            finish = "stop" if stop[i, size[i] - 1] else self.full[j]
+            finish = "stop" if stop[i, size[i] - 1] else self.capped[j]
             self.responses[j] = self.responses[j]._replace(
                 tokens=sampler.tokens[cell].tolist(), logps=sampler.logps[cell].tolist(), finish=finish)
         job[done] = -1

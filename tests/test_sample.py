@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -124,8 +125,13 @@ def test_equals_the_slow_path(model, check_every, columns):
     picks = [MIXED[i % len(MIXED)] for i in range(len(prompts))]
     sampler, captured = Sampler(model, [], LIMIT, slots=5, max_len=53), []
     sampler.check_every, sampler.columns = check_every, columns
-    if check_every > 1:                 # a stand-in for CUDA graphs: remembers the call, replays it
-        sampler.capture = lambda step: captured.append(step) or step
+    if check_every > 1:                 # PyTorch's attention, and a stand-in for CUDA graphs
+        sampler.fused.products = False
+
+        def capture(program):           # as CUDA does it: keeps the memory that the program uses, not the program
+            captured.append(weakref.ref(program))
+            return lambda ref=captured[-1]: ref()()
+        sampler.capture = capture
     eos = frequent_ids(sampler.generate(prompts, range(20, 31), 3, 1, 2, picks), 2)
     sampler.is_eos[eos] = True
     streamed = {}
@@ -178,6 +184,20 @@ def test_bf16_stays_near_fp32(model):
             learner = model(batch, 1.0, LIMIT)[0]
     noise = (learner - exact).abs().mean()
     assert 0 < (ours - exact).abs().mean() < 2 * noise and (ours - learner).abs().mean() < 2 * noise
+
+
+def test_bf16_logits_are_fp32_products_of_rounded_operands(tiny):
+    """As the learner's: neither the last hidden state nor the logits keep more or fewer digits."""
+    fused, out = Sampler(tiny, [], LIMIT, dtype=torch.bfloat16).fused, torch.empty(5, 128)
+    x = torch.randn(5, 22, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.inference_mode():
+        s = fused.buffers({}, 5)
+        s.x.copy_(x)
+        fused.logits(now, s, out)
+        h = tiny.model.norm(x)
+        expected = h.float() @ tiny.head_weight[:LIMIT].bfloat16().float().T
+    assert h.dtype == torch.bfloat16 and (out[:, LIMIT:] == -torch.inf).all()
+    torch.testing.assert_close(out[:, :LIMIT], expected, rtol=0, atol=2e-6)
 
 
 def test_rotary_tables_are_fp32_in_a_bf16_sampler(tiny):
@@ -246,7 +266,7 @@ def test_one_token_after_a_cache_sees_the_whole_cache(model):
                 sampler.token[:1] = token
                 sampler._forward(1, 16)()
             fused, out = sampler.fused, torch.empty(1, sampler.fused.width)
-            fused.logits(now, fused.rows(sampler.arena, 1), out)
+            fused.logits(now, fused.buffers(sampler.arena, 1), out)
             logits = out[0, :LIMIT]
         with torch.no_grad():
             expected = model.logits(ids)[-1, :LIMIT]
@@ -325,6 +345,13 @@ def test_nan_logits_name_step_and_row(tiny):
             sampler.generate([[5], [77], [6]], [30, 31, 32], 2, 0, 12, sampling)
         assert sampler.stats["decode_steps"] < 3
     assert len(sampler.generate([[5]], [0], 1, 0, 0, Sampling(max_new_tokens=4))[0].tokens) == 4
+    with pytest.raises(ValueError, match="NaN"):        # it fills the cache beyond what comes next
+        sampler.generate([[77] * 40], [0], 2, 0, 0, Sampling(max_new_tokens=3))
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[77] = 0
+    sampler.refresh()
+    request = [[5], [6, 7]], [0, 1], 1, 0, 0, Sampling(max_new_tokens=19)
+    assert sampler.generate(*request) == Sampler(broken, [], 70).generate(*request)
 
 
 # ---------------------------------------------------------------------------------------------------- choice
@@ -498,19 +525,22 @@ def test_refresh_takes_over_new_weights_in_the_same_buffers(tiny):
     assert sampler.cache.data_ptr() == cache
 
 
-def test_every_weight_is_refreshed(tiny):
-    """One parameter changed at a time: a refreshed sampler equals a new one, an old one does not."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_is_refreshed(dtype):
+    """One parameter changed at a time: a refreshed sampler equals a new one, an old one does not. The programs
+    stay: they read the weights where they were."""
     request = [[3, 4, 5]], [0], 1, 0, 0, Sampling(0, max_new_tokens=3)
     model = build(num_hidden_layers=1, tie_word_embeddings=False)
-    sampler = Sampler(model, [], LIMIT)
+    sampler = Sampler(model, [], LIMIT, dtype=dtype)
     for name, p in model.named_parameters():
-        before = sampler.generate(*request)
+        before, programs = sampler.generate(*request), dict(sampler.programs)
         with torch.no_grad():
             p.mul_(torch.linspace(0.5, 1.5, p.numel()).view(p.shape))
         sampler.refresh()
         after = sampler.generate(*request)
-        assert after == Sampler(model, [], LIMIT).generate(*request), name
+        assert after == Sampler(model, [], LIMIT, dtype=dtype).generate(*request), name
         assert after[0].logps != before[0].logps, name
+        assert all(sampler.programs[key] is program for key, program in programs.items())
 
 
 def test_buffers_are_kept_when_they_suffice_and_grow_when_not(tiny):
@@ -525,6 +555,23 @@ def test_buffers_are_kept_when_they_suffice_and_grow_when_not(tiny):
         sizes.append((sampler.cache.data_ptr(), sampler.cache.shape[2], sampler.cache.shape[4]))
     assert [size[1:] for size in sizes] == [(4, 64), (4, 64), (4, 128), (8, 128), (8, 128)]
     assert sizes[0][0] == sizes[1][0] and sizes[3][0] == sizes[4][0]
+
+
+def test_buffers_that_did_not_fit_are_asked_for_again(tiny, monkeypatch):
+    sampler, request = Sampler(tiny, [], LIMIT), ([[3, 4]], [0], 1, 0, 0, Sampling(max_new_tokens=5))
+    before = sampler.generate(*request)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(sampler.fused, "buffers", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        sampler.generate([[3, 4]] * 9, range(9), 1, 0, 0, Sampling(max_new_tokens=90))
+    assert sampler.generate(*request) == before
+
+
+def test_long_responses_need_few_programs():
+    """Columns come in steps of an eighth of their number, so that programs and graphs stay few."""
+    sampler = Sampler(build(max_position_embeddings=1500, **SMALL), [], LIMIT)
+    sampler.generate([[3]], [0], 1, 0, 0, Sampling(max_new_tokens=1100))
+    used = sorted(key[2] for key in sampler.programs if key[0] == "_forward")
+    assert used[:9] == list(range(16, 145, 16)) and used[-1] == 1152 and len(used) < 36
 
 
 def test_finished_rows_leave_and_waiting_rows_enter(tiny):
