@@ -42,7 +42,7 @@ class Sampling:
     def __post_init__(self):
         greedy, least = self.temperature == 0, min(self.top_k, self.max_new_tokens)
         if not ((greedy or 1e-6 <= self.temperature < math.inf) and 0 < self.top_p <= 1 and least >= 0):
-            raise ValueError(f"{self}: temperature is 0 (greedy) or from 1e-6, top_p in (0, 1], the rest >= 0")
+            raise ValueError(f"{self}: temperature is 0 (greedy) or from 1e-6, top_p in (0, 1], others >= 0")
 
 
 class Response(NamedTuple):
