@@ -121,14 +121,13 @@ class Fused:
         self.flash = self.device.type == "cuda" and self.half and flash_attn_with_kvcache
         # at query length 1 two batched products beat PyTorch's CPU attention in fp32
         self.products = self.device.type == "cpu" and not self.half
-        self.weights = None
         self.refresh()
 
     @torch.inference_mode()
     def refresh(self):
         """Takes over the model's current weights, in place: programs and captured graphs stay valid."""
         fresh = fused_weights(self.model, self.vocab_limit, self.chunk, self.dtype)
-        if self.weights:
+        if hasattr(self, "weights"):
             for old, new in zip(self.weights, fresh, strict=True):
                 old.copy_(new)
             return
@@ -162,7 +161,8 @@ class Fused:
 
     # ---- the parts of a forward pass, as kernels for `do`; s: from `buffers`
     def embed(self, do, s, tokens):
-        do(lambda: s.x.copy_(self.model.model.embed_tokens.weight.index_select(0, tokens)))
+        weight = self.model.model.embed_tokens.weight
+        do(lambda: s.x.copy_(weight.index_select(0, tokens)))
 
     def norm(self, do, s, weight):
         """x -> y. RMSNorm as x / sqrt(|x|^2 + E eps), times sqrt(E) w unless in fp32, where w is part of the
