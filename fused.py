@@ -84,8 +84,8 @@ def fused_weights(model, vocab_limit, chunk, dtype):
 
 
 def packed_product(x, w, out, add):
-    op = torch.ops.mkldnn._linear_pointwise
-    out.copy_(op.binary(x, out, w, None, "add") if add else op(x, w, None, "none", [], ""))
+    binary = torch.ops.mkldnn._linear_pointwise.binary
+    out.copy_(binary(x, out, w, None, "add") if add else onednn(w.dtype)(x, w))
 
 
 def product(do, x, w, out, add=False):

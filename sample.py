@@ -40,9 +40,10 @@ class Sampling:
     max_new_tokens: int = 1024      # 0 = empty responses
 
     def __post_init__(self):
-        greedy, least = self.temperature == 0, min(self.top_k, self.max_new_tokens)
-        if not ((greedy or 1e-6 <= self.temperature < math.inf) and 0 < self.top_p <= 1 and least >= 0):
-            raise ValueError(f"{self}: temperature is 0 (greedy) or from 1e-6, top_p in (0, 1], others >= 0")
+        temperature, top_p, top_k, cap = dataclasses.astuple(self)
+        fine = temperature == 0 or 1e-6 <= temperature < math.inf, 0 < top_p <= 1, top_k >= 0, cap >= 0
+        for key in (key for key, fits in zip(vars(self), fine, strict=True) if not fits):
+            raise ValueError(f"{key} {vars(self)[key]}: temperature 0 or >= 1e-6, top_p in (0, 1], rest >= 0")
 
 
 class Response(NamedTuple):
@@ -331,7 +332,7 @@ class _Run:
         self.budget = np.minimum(caps, sampler.max_len - self.prompt_len)
         self.capped = np.where(self.budget < caps, "context", "length").tolist()
         self.keys = [(seed, step, row, sample) for row in rows for sample in range(samples)]
-        self.responses = [Response(*key[2:], [], [], full) for key, full in zip(self.keys, self.capped)]
+        self.responses = [Response(*k[2:], [], [], e) for k, e in zip(self.keys, self.capped, strict=True)]
         options = [(s.temperature or 1, s.top_k or sampler.vocab_limit, s.top_p, s.temperature == 0)
                    for s in per_prompt]
         self.options = np.array(options, dtype=np.float32).reshape(-1, 4)[self.prompt].T[:, :, None]
@@ -340,8 +341,7 @@ class _Run:
             temperature != 1, greedy, (top_p < 1) | (top_k < sampler.vocab_limit)))
         self.steps = np.arange(sampler.check_every)
         self.stride = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
-        longest = int((self.prompt_len + self.budget).max(initial=0)) + sampler.check_every
-        self.longest = -(-longest // 64) * 64
+        self.longest = -(-int((self.prompt_len + self.budget).max(initial=0) + len(self.steps)) // 64) * 64
         self.cells = len(self.keys) * self.stride
         self.waiting = deque(np.flatnonzero(self.budget > 0).tolist())
         slots = bucket(min(sampler.slots, len(self.waiting))) if self.waiting else 0

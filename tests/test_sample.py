@@ -12,6 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from transformers import TextStreamer
 
 import data
 import sample as sample_file
@@ -317,10 +318,11 @@ def test_no_new_tokens_and_no_room(tiny):
 
 @pytest.mark.parametrize("options, word", [
     ({"temperature": -0.1}, "temperature"), ({"temperature": math.nan}, "temperature"),
+    ({"temperature": 1e-7}, "temperature"),
     ({"temperature": math.inf}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"),
     ({"top_k": -1}, "top_k"), ({"max_new_tokens": -1}, "max_new_tokens")])
 def test_impossible_options_are_refused(options, word):
-    with pytest.raises(ValueError, match=word):
+    with pytest.raises(ValueError, match=f"^{word} "):
         Sampling(**options)
 
 
@@ -608,6 +610,27 @@ def test_prompts_are_prefilled_once_and_in_bounded_batches(tiny, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------- command line
+class Bytes:
+    """A tokenizer of bytes; id 0 is special."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        ids = [ids] if isinstance(ids, int) else ids
+        return bytes(i for i in ids if i or not skip_special_tokens).decode("utf-8", errors="replace")
+
+
+def test_only_whole_characters_are_printed(monkeypatch):
+    """A token may end inside a character: what the printer of `main` gets byte by byte comes out whole."""
+    out, text = [], "a\u00e9 \u4e2d\U0001f600 z"
+    streamer = TextStreamer(Bytes(), skip_special_tokens=True)
+    monkeypatch.setattr(streamer, "on_finalized_text", lambda new, stream_end=False: out.append(new))
+    for byte in [*text.encode(), 0]:
+        streamer.put(torch.tensor([byte]))
+    assert len(list(filter(None, out))) > 3 and not any("\ufffd" in new for new in out)
+    streamer.put(torch.tensor([0xe4]))                  # cut off inside a character: shown as what it is
+    streamer.end()
+    assert "".join(out) == text + "\ufffd"
+
+
 def run_main(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
     status = 0
