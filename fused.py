@@ -3,8 +3,7 @@
 `model.py` is the model; this is the same function, above all for one-token queries, where the cost is reading
 weights and starting kernels. Each kernel is handed to `do(kernel, *args, **options)`: `now` runs it at once,
 `Program.do` keeps it. A program runs again without the Python that found its operands, and is what a CUDA
-graph captures. Weights are taken over by `refresh`; the embedding, and what needs no conversion, is the
-model's own memory.
+graph captures. Weights are taken over by `refresh`; what needs no conversion is the model's own memory.
 
 Letters in shapes: n rows, H query heads, G key/value heads, D head size, E hidden size, I inner size of the
 MLP, V vocabulary, T cache columns.
@@ -42,15 +41,16 @@ def now(kernel, *args, **options):
 
 def laid_out(w):
     """A matrix, or a pair [2,out,in], for `product`. Small fp32 weights on a CPU: transposed; a pair stays
-    one, for a batched product. Others: one matrix, on a CPU in oneDNN's own layout (up to twice as fast)."""
-    if w.is_cpu and w.dtype == torch.float32 and w.numel() < 2 ** 18:
-        return w.mT
-    w = w.flatten(0, -2)
-    return torch.ops.mkldnn._reorder_linear_weight(w, 64) if w.is_cpu and onednn(w.dtype) else w.mT
+    one, for a batched product. Others: one matrix, on a CPU in oneDNN's own layout (up to twice as fast), 16
+    bits widened where the processor has no such products (fp32 sums of the same terms, six times as fast)."""
+    small = w.is_cpu and w.dtype == torch.float32 and w.numel() < 2 ** 18
+    if small or not w.is_cpu or not onednn():
+        return w.mT if small else w.flatten(0, -2).mT
+    return torch.ops.mkldnn._reorder_linear_weight((w if onednn(w.dtype) else w.float()).flatten(0, -2), 64)
 
 
 def fused_weights(model, vocab_limit, chunk, dtype):
-    """Yields 7 tensors a layer, the last norm, the head. q, k, v are one product, per key head: its query
+    """Yields the embedding, 7 tensors a layer, the last norm, the head. q, k, v are one product, per key head: its query
     heads, the key head, its values; gate and up are one. Rows of q and k are interleaved (i, i + D/2): the
     rotation is one complex product (scores do not see the order). Norm weights include sqrt(width): the mean
     of squares becomes a sum. In fp32 those over E are folded into the product that follows; in 16 bits that
@@ -65,6 +65,7 @@ def fused_weights(model, vocab_limit, chunk, dtype):
         w = linear.weight
         return (w * norm(after) if after and dtype == torch.float32 else w).to(dtype)
 
+    yield model.model.embed_tokens.weight.to(dtype)
     for layer in model.model.layers:
         a, m, pre, post = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         q, k, v = (weight(part, pre).view(groups, -1, c.head_dim, c.hidden_size)                   # [G,.,D,E]
@@ -84,8 +85,8 @@ def fused_weights(model, vocab_limit, chunk, dtype):
 
 
 def packed_product(x, w, out, add):
-    binary = torch.ops.mkldnn._linear_pointwise.binary
-    out.copy_(binary(x, out, w, None, "add") if add else onednn(w.dtype)(x, w))
+    binary, dtype = torch.ops.mkldnn._linear_pointwise.binary, w.dtype
+    out.copy_(binary(x.to(dtype), out.to(dtype), w, None, "add") if add else onednn(dtype)(x.to(dtype), w))
 
 
 def product(do, x, w, out, add=False):
@@ -105,13 +106,13 @@ def product(do, x, w, out, add=False):
 
 
 class Fused:
-    """vocab_limit: ids from it on get logit -inf. The head is padded to whole chunks of about sqrt(V) ids,
+    """vocab_limit: ids from it on get logit -inf. The head is padded to whole chunks of `chunk` ids,
     `width` in all, for sampling in two levels. dtype: of weights and activations."""
 
-    def __init__(self, model, vocab_limit, dtype):
+    def __init__(self, model, vocab_limit, dtype, chunk=512):
         c, self.device = model.config, model.head_weight.device
         self.model, self.config, self.dtype, self.half = model, c, dtype, dtype != torch.float32
-        self.vocab_limit, self.chunk = vocab_limit, 1 << vocab_limit.bit_length() // 2
+        self.vocab_limit, self.chunk = vocab_limit, min(vocab_limit, chunk)
         self.width = -(-vocab_limit // self.chunk) * self.chunk
         self.groups, self.head_dim = c.num_key_value_heads, c.head_dim
         self.queries = c.num_attention_heads // self.groups     # H/G, of each key head
@@ -131,7 +132,7 @@ class Fused:
             for old, new in zip(self.weights, fresh, strict=True):
                 old.copy_(new)
             return
-        *layers, self.final, self.head = self.weights = list(fresh)
+        self.embedding, *layers, self.final, self.head = self.weights = list(fresh)
         self.layers = [layers[i:i + 7] for i in range(0, len(layers), 7)]
         self.paired = self.layers[0][5].ndim == 3               # are gate and up a pair [2,E,I]?
 
@@ -161,8 +162,7 @@ class Fused:
 
     # ---- the parts of a forward pass, as kernels for `do`; s: from `buffers`
     def embed(self, do, s, tokens):
-        weight = self.model.model.embed_tokens.weight
-        do(lambda: s.x.copy_(weight.index_select(0, tokens)))
+        do(torch.index_select, self.embedding, 0, tokens, out=s.x)
 
     def norm(self, do, s, weight):
         """x -> y. RMSNorm as x / sqrt(|x|^2 + E eps), times sqrt(E) w unless in fp32, where w is part of the

@@ -27,6 +27,7 @@ from fused import Fused, Program, now
 from model import Qwen3, attention, load_model, local_folder, pack, rope_tables
 
 BELOW_ONE = 1 - 2.0 ** -52          # the largest u for which u * total always rounds to less than the total
+LOOK = 16                           # steps, at most, until somebody looks at the tokens
 
 
 # ------------------------------------------------------------------------------------------ requests, results
@@ -64,28 +65,33 @@ def uniforms(seed, step, row, sample, count):
 # --------------------------------------------------------------------------------------------- picking tokens
 def inverse_cdf(do, p, u, chunk, limit, out):
     """First id whose cumulative probability exceeds u * total. p [n,V] fp32, V a multiple of `chunk`, p = 0
-    from `limit` on; u [n,1] float64, at most BELOW_ONE -> out [n,1]. Two levels, so that V is read once: sums
-    of chunks (fp32, a float64 copy of p would cost more than the rest), accumulated in float64; then inside
-    the chosen chunk c. An id with p = 0 never moves a cumulative sum and so is never the first to exceed
+    from `limit` on; u [n,1] float64, at most BELOW_ONE -> out [n,1]. Of several chunks one is chosen first,
+    by their sums (fp32, since a float64 copy of p would cost more than the rest) accumulated in float64, so
+    that V is read once. An id with p = 0 never moves a cumulative sum and so is never the first to exceed
     anything; the target stays below the total. Only NaN can reach the clamps. (`do`: see fused.py)"""
     chunks, wide = p.view(len(p), -1, chunk), {"dtype": torch.float64, "device": p.device}
-    sums, cum = torch.empty_like(chunks[:, :, 0]), torch.zeros(len(p), chunks.shape[1] + 1, **wide)
     inside, (target, before, end) = torch.empty(len(p), chunk, **wide), u.new_empty(3, *u.shape)
-    c, chosen = torch.empty_like(out), torch.empty_like(chunks[:, :1])
-    do(torch.sum, chunks, -1, out=sums)
-    do(torch.cumsum, sums, -1, dtype=torch.float64, out=cum[:, 1:])             # cum begins with a 0
-    do(torch.mul, cum[:, -1:], u, out=target)
-    do(torch.searchsorted, cum, target, right=True, out=c)
-    do(c.sub_, 1)
-    do(c.clamp_, max=chunks.shape[1] - 1)
-    do(torch.gather, chunks, 1, c[:, :, None].expand(-1, -1, chunk), out=chosen)
-    do(torch.cumsum, chosen[:, 0], -1, dtype=torch.float64, out=inside)
-    do(torch.gather, cum, 1, c, out=before)
-    do(target.sub_, before)
-    do(torch.mul, inside[:, -1:], BELOW_ONE, out=end)
-    do(torch.minimum, target, end, out=target)
-    do(torch.searchsorted, inside, target, right=True, out=out)
-    do(out.add_, c, alpha=chunk)
+    if chunks.shape[1] == 1:
+        do(torch.cumsum, p, -1, dtype=torch.float64, out=inside)
+        do(torch.mul, inside[:, -1:], u, out=target)
+        do(torch.searchsorted, inside, target, right=True, out=out)
+    else:
+        sums, cum = torch.empty_like(chunks[:, :, 0]), torch.zeros(len(p), chunks.shape[1] + 1, **wide)
+        c, chosen = torch.empty_like(out), torch.empty_like(chunks[:, :1])
+        do(torch.sum, chunks, -1, out=sums)
+        do(torch.cumsum, sums, -1, dtype=torch.float64, out=cum[:, 1:])             # cum begins with a 0
+        do(torch.mul, cum[:, -1:], u, out=target)
+        do(torch.searchsorted, cum, target, right=True, out=c)
+        do(c.sub_, 1)
+        do(c.clamp_, max=chunks.shape[1] - 1)
+        do(torch.gather, chunks, 1, c[:, :, None].expand(-1, -1, chunk), out=chosen)
+        do(torch.cumsum, chosen[:, 0], -1, dtype=torch.float64, out=inside)
+        do(torch.gather, cum, 1, c, out=before)
+        do(target.sub_, before)
+        do(torch.mul, inside[:, -1:], BELOW_ONE, out=end)
+        do(torch.minimum, target, end, out=target)
+        do(torch.searchsorted, inside, target, right=True, out=out)
+        do(out.add_, c, alpha=chunk)
     do(out.clamp_, max=limit - 1)
 
 
@@ -129,11 +135,10 @@ class Sampler:
             raise ValueError(f"vocab_limit {vocab_limit} and slots {slots} must be positive")
         self.config, self.device, cuda = model.config, model.head_weight.device, model.head_weight.is_cuda
         self.dtype = dtype or (torch.bfloat16 if cuda else model.head_weight.dtype)
-        self.vocab_limit, self.slots = min(vocab_limit, self.config.vocab_size), slots
-        self.max_len = max_len or self.config.max_position_embeddings
-        self.is_eos = np.isin(np.arange(self.vocab_limit), list(eos_ids))
-        self.check_every, self.columns = (16, 256) if cuda else (1, 16)  # steps between checks, T in steps of
-        self.capture = cuda_capture if cuda else None
+        self.vocab_limit, self.eos_ids = min(vocab_limit, self.config.vocab_size), frozenset(eos_ids)
+        self.max_len, self.slots = max_len or self.config.max_position_embeddings, slots
+        # steps between two checks; steps of T
+        self.check_every, self.columns, self.capture = (LOOK, 256, cuda_capture) if cuda else (1, 16, None)
         self.fused, self.size, self.stats = Fused(model, self.vocab_limit, self.dtype), (0, 0, 0), {}
 
     def refresh(self):
@@ -154,22 +159,22 @@ class Sampler:
         self.first_place = first.permute(1, 2, 0).contiguous()  # where a slot's k and v heads begin
         self.span = torch.arange(length, device=dev)
         self.cis = torch.complex(*rope_tables(c, length, dev))[:, None, None]                   # [T,1,1,D/2]
-        self.state = torch.zeros(2, slots, dtype=torch.int64, device=dev)   # position; cell in tokens, logps
+        self.state = torch.zeros(2, slots, dtype=torch.int64, device=dev)   # position; cell in tokens, probs
         self.live, self.token = torch.zeros_like(self.state)                # live: 1 while the row counts
         self.arena = {}                                 # scratch memory that programs share; x is `hidden`
         self.hidden = self.fused.buffers(self.arena, slots, length).x.zero_()
         self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
         self.options = torch.ones(4, slots, 1, device=dev)      # temperature, top_k, top_p, whether greedy
-        self.tokens, self.logps, self.noise = (torch.zeros(cells + 1, dtype=t, device=dev)
+        self.tokens, self.probs, self.noise = (torch.zeros(cells + 1, dtype=t, device=dev)
                                                for t in (torch.int64, torch.float32, torch.float64))
         self.size = size
 
     # ---- the two halves of a step, as programs on rows [:n] of static buffers
     def _pick(self, n, scaled, greedy, truncated):
-        """Program: hidden [n,E] -> the next token and its log-prob, written to `token` and the row's cell."""
+        """Program: hidden [n,E] -> the next token and its probability, to `token` and the row's cell."""
         program, fused, cell, token = Program(), self.fused, self.state[1, :n], self.token[:n]
         do, logits, p, u = program.do, self.logits[:n], self.p[:n], self.noise.new_empty(n, 1)
-        kept, logp, (temperature, top_k, top_p, is_greedy) = p, p.new_empty(n, 1), self.options[:, :n]
+        kept, chosen, (temperature, top_k, top_p, is_greedy) = p, p.new_empty(n, 1), self.options[:, :n]
         fused.logits(do, fused.buffers(self.arena, n), logits)
         if scaled:
             do(logits.div_, temperature)
@@ -181,9 +186,8 @@ class Sampler:
         inverse_cdf(do, kept, u, fused.chunk, self.vocab_limit, token[:, None])
         if greedy:
             do(lambda: token.copy_(torch.where(is_greedy[:, 0] > 0, logits.argmax(-1), token)))
-        do(torch.gather, p, 1, token[:, None], out=logp)
-        do(logp.log_)
-        do(self.logps.index_copy_, 0, cell, logp.view(-1))
+        do(torch.gather, p, 1, token[:, None], out=chosen)
+        do(self.probs.index_copy_, 0, cell, chosen.view(-1))
         do(self.tokens.index_copy_, 0, cell, token)
         return program
 
@@ -191,9 +195,8 @@ class Sampler:
         """Program: token [n] -> hidden [n,E]; keys and values go to each row's position, all below `used`;
         then position and cell advance."""
         program, fused, s = Program(), self.fused, self.fused.buffers(self.arena, n, used)
-        do, position, first_place = program.do, self.state[0, :n], self.first_place[:n]
-        place = torch.empty_like(first_place)
-        do(torch.add, first_place, position[:, None, None], out=place)                             # [n,G,2]
+        do, position, place = program.do, self.state[0, :n], torch.empty_like(self.first_place[:n])
+        do(torch.add, self.first_place[:n], position[:, None, None], out=place)                    # [n,G,2]
         do(torch.index_select, self.cis, 0, position, out=s.cis)
         fused.see(do, s, position, self.span[:used])
         fused.embed(do, s, self.token[:n])
@@ -296,7 +299,7 @@ class Sampler:
             self._allocate(len(run.job), run.longest, run.cells)
             self.live.zero_()
             self.state[1] = len(self.tokens) - 1            # slots without a row write where nobody reads
-        while run.waiting or run.alive.any():
+        while run.waiting or run.used:                              # used: 0 without a row
             if run.waiting:
                 self._admit(run)
             n = run.n
@@ -325,7 +328,7 @@ class _Run:
         for row, ids in zip(rows, prompts, strict=True):
             if not 0 < len(ids) <= sampler.max_len:
                 raise ValueError(f"row {row}: a prompt of {len(ids)} tokens; it takes 1 to {sampler.max_len}")
-        self.prompts, self.on_tokens, self.step, self.prefilled = prompts, on_tokens, step, {}
+        self.prompts, self.on_tokens, self.step = prompts, on_tokens, step
         self.prompt = np.repeat(np.arange(len(prompts)), samples)               # of each request ("job")
         self.prompt_len = np.array([len(ids) for ids in prompts], dtype=np.int64)[self.prompt]
         caps = np.array([s.max_new_tokens for s in per_prompt], dtype=np.int64)[self.prompt]
@@ -339,15 +342,15 @@ class _Run:
         temperature, top_k, top_p, greedy = self.options
         self.flags = tuple(bool(flag.any()) for flag in (           # of `_pick`, which skips what is off
             temperature != 1, greedy, (top_p < 1) | (top_k < sampler.vocab_limit)))
-        self.steps = np.arange(sampler.check_every)
-        self.stride = int(self.budget.max(initial=0)) + sampler.check_every    # rows overshoot until a check
-        self.longest = -(-int((self.prompt_len + self.budget).max(initial=0) + len(self.steps)) // 64) * 64
+        self.stride = int(self.budget.max(initial=0)) + LOOK                     # rows overshoot until a look
+        self.longest = -(-int((self.prompt_len + self.budget).max(initial=0) + LOOK) // 64) * 64
         self.cells = len(self.keys) * self.stride
         self.waiting = deque(np.flatnonzero(self.budget > 0).tolist())
         slots = bucket(min(sampler.slots, len(self.waiting))) if self.waiting else 0
-        # job j owns the cells from j * stride of tokens, log-probs and noise
+        # job j owns the cells from j * stride of tokens, probabilities and noise
         # of each slot: its job (-1: free), the next cell of that job, how many tokens may still come
         self.job, self.cell, self.left = np.full(slots, -1), np.zeros(slots, int), np.zeros(slots, int)
+        self.prefilled, self.lag = {}, 0        # lag: steps since the last look, which `cell` and `left` lack
         self.measure()
 
     def place(self, slots, jobs):
@@ -364,23 +367,22 @@ class _Run:
         self.used = int(held[self.alive].max(initial=0))    # cache columns that the longest row holds
 
     def check(self, sampler, n):
-        """Looks at the tokens since the last check; finished rows give up their slots. -> whether any did"""
-        k, job, alive = len(self.steps), self.job[:n], self.alive[:n]
-        cells = self.cell[:n, None] + self.steps
-        here = cells if sampler.tokens.is_cpu else torch.tensor(cells, device=sampler.device)
-        tokens, logps = (x.numpy().take(here) if x.is_cpu else x[here].cpu().numpy()
-                         for x in (sampler.tokens, sampler.logps))
-        stop = sampler.is_eos.take(tokens) & alive[:, None]
-        self.used, self.least = self.used + k, self.least - k
-        if self.least > 0 and not self.on_tokens and not stop.any() and math.isfinite(logps.sum()):
-            self.cell[:n] += k * alive
-            self.left[:n] -= k * alive
-            return False
+        """Looks at the tokens since the last look; finished rows give up their slots. -> whether any did.
+        When every step is checked, most checks only ask whether it brought an end."""
+        job, alive, k = self.job[:n], self.alive[:n], sampler.check_every
+        self.lag, self.used, self.least = self.lag + k, self.used + k, self.least - k
+        if k == 1 and self.lag < LOOK and self.least > 0 and not self.on_tokens:
+            if sampler.eos_ids.isdisjoint(sampler.token[:n].tolist()):
+                return False
+        k, self.lag = self.lag, 0
+        cells = torch.from_numpy(self.cell[:n, None] + np.arange(k)).to(sampler.device)
+        tokens, probs = sampler.tokens[cells].cpu().numpy(), sampler.probs[cells].cpu().numpy()
+        stop = np.isin(tokens, list(sampler.eos_ids)) & alive[:, None]
         ended = stop.any(1)
         size = np.minimum(np.where(ended, stop.argmax(1) + 1, k), self.left[:n]) * alive    # new tokens kept
         self.cell[:n] += size
         self.left[:n] -= size
-        bad = (~np.isfinite(logps) & (np.arange(k) < size[:, None])).any(1)
+        bad = (~(probs > 0) & (np.arange(k) < size[:, None])).any(1)
         if bad.any():
             row, sampler.size = self.keys[job[bad.argmax()]][2], (0, 0, 0)     # NaN would stay in the cache
             raise ValueError(f"step {self.step}, row {row}: the logits are NaN or infinite")
@@ -391,7 +393,7 @@ class _Run:
             j, cell = job[i], slice(job[i] * self.stride, self.cell[i])
             finish = "stop" if stop[i, size[i] - 1] else self.capped[j]
             self.responses[j] = self.responses[j]._replace(
-                tokens=sampler.tokens[cell].tolist(), logps=sampler.logps[cell].tolist(), finish=finish)
+                tokens=sampler.tokens[cell].tolist(), logps=sampler.probs[cell].log().tolist(), finish=finish)
         job[done] = -1
         self.measure()
         return bool(done.any())
