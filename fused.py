@@ -3,7 +3,8 @@
 `model.py` is the model; this is the same function, above all for one-token queries, where the cost is reading
 weights and starting kernels. Each kernel is handed to `do(kernel, *args, **options)`: `now` runs it at once,
 `Program.do` keeps it. A program runs again without the Python that found its operands, and is what a CUDA
-graph captures. Weights are taken over by `refresh`; what needs no conversion is the model's own memory.
+graph captures. Weights are taken over by `refresh`; the embedding, and what needs no conversion, is the
+model's own memory.
 
 Letters in shapes: n rows, H query heads, G key/value heads, D head size, E hidden size, I inner size of the
 MLP, V vocabulary, T cache columns.
@@ -50,7 +51,7 @@ def laid_out(w):
 
 
 def fused_weights(model, vocab_limit, chunk, dtype):
-    """Yields the embedding, 7 tensors a layer, the last norm, the head. q, k, v are one product, per key head: its query
+    """Yields 7 tensors a layer, the last norm, the head. q, k, v are one product, per key head: its query
     heads, the key head, its values; gate and up are one. Rows of q and k are interleaved (i, i + D/2): the
     rotation is one complex product (scores do not see the order). Norm weights include sqrt(width): the mean
     of squares becomes a sum. In fp32 those over E are folded into the product that follows; in 16 bits that
@@ -65,7 +66,6 @@ def fused_weights(model, vocab_limit, chunk, dtype):
         w = linear.weight
         return (w * norm(after) if after and dtype == torch.float32 else w).to(dtype)
 
-    yield model.model.embed_tokens.weight.to(dtype)
     for layer in model.model.layers:
         a, m, pre, post = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         q, k, v = (weight(part, pre).view(groups, -1, c.head_dim, c.hidden_size)                   # [G,.,D,E]
@@ -116,9 +116,9 @@ class Fused:
         self.width = -(-vocab_limit // self.chunk) * self.chunk
         self.groups, self.head_dim = c.num_key_value_heads, c.head_dim
         self.queries = c.num_attention_heads // self.groups     # H/G, of each key head
-        # sqrt(size * eps): what hypot adds to the length of a vector
-        self.eps = [torch.tensor((size * c.rms_norm_eps) ** 0.5, device=self.device)
-                    for size in (c.hidden_size, c.head_dim)]
+        # what eps adds to the length of a vector: to x as one more column, to a head by hypot
+        self.eps, self.head_eps = (torch.tensor((size * c.rms_norm_eps) ** 0.5, device=self.device)
+                                   for size in (c.hidden_size, c.head_dim))
         self.flash = self.device.type == "cuda" and self.half and flash_attn_with_kvcache
         # at query length 1 two batched products beat PyTorch's CPU attention in fp32
         self.products = self.device.type == "cpu" and not self.half
@@ -132,7 +132,7 @@ class Fused:
             for old, new in zip(self.weights, fresh, strict=True):
                 old.copy_(new)
             return
-        self.embedding, *layers, self.final, self.head = self.weights = list(fresh)
+        *layers, self.final, self.head = self.weights = list(fresh)
         self.layers = [layers[i:i + 7] for i in range(0, len(layers), 7)]
         self.paired = self.layers[0][5].ndim == 3               # are gate and up a pair [2,E,I]?
 
@@ -146,8 +146,10 @@ class Fused:
             new = torch.empty(math.prod(shape), dtype=dtype, device=self.device)
             return arena.setdefault(name, new)[:len(new)].view(shape)
         fp32, masks = partial(take, dtype=torch.float32), (n, g if self.products else 1, 1, columns)
+        x_eps = take("x", n, c.hidden_size + 16)[:, :c.hidden_size + 1]         # rows start on a cache line
+        x_eps[:, -1] = self.eps
         s = SimpleNamespace(
-            x=take("x", n, c.hidden_size), y=take("y", n, c.hidden_size), length=fp32("length", n, 1),
+            x=x_eps[:, :-1], x_eps=x_eps, y=take("y", n, c.hidden_size), length=fp32("length", n, 1),
             qkv=take("qkv", n, g, h + 2, d), head_length=fp32("head_length", n, g, h + 1, 1),
             cis=take("cis", n, 1, 1, d // 2, dtype=torch.complex64), attended=take("attended", n, g, h, d),
             gate_up=take("gate_up", *((2, n) if self.paired else (n, 2)), c.intermediate_size),
@@ -162,13 +164,13 @@ class Fused:
 
     # ---- the parts of a forward pass, as kernels for `do`; s: from `buffers`
     def embed(self, do, s, tokens):
-        do(torch.index_select, self.embedding, 0, tokens, out=s.x)
+        w, x = self.model.model.embed_tokens.weight, s.x
+        do(lambda: torch.index_select(w, 0, tokens, out=x) if w.dtype == x.dtype else x.copy_(w[tokens]))
 
     def norm(self, do, s, weight):
-        """x -> y. RMSNorm as x / sqrt(|x|^2 + E eps), times sqrt(E) w unless in fp32, where w is part of the
-        next product: few small kernels, fp32 inside."""
-        do(torch.linalg.vector_norm, s.x, 2, -1, True, dtype=torch.float32, out=s.length)
-        do(s.length.hypot_, self.eps[0])
+        """x -> y. RMSNorm as x / sqrt(|x|^2 + E eps), the length of x with its eps column; times sqrt(E) w
+        unless in fp32, where w is part of the next product: few small kernels, fp32 inside."""
+        do(torch.linalg.vector_norm, s.x_eps, 2, -1, True, dtype=torch.float32, out=s.length)
         do(torch.div, s.x, s.length, out=s.y32)
         if self.half:
             do(s.y32.mul_, weight)
@@ -182,7 +184,7 @@ class Fused:
         if self.half:
             do(s.qk.copy_, s.narrow)
         do(torch.linalg.vector_norm, s.qk, 2, -1, True, out=s.head_length)
-        do(s.head_length.hypot_, self.eps[1])
+        do(s.head_length.hypot_, self.head_eps)
         do(s.qk.div_, s.head_length)
         do(s.qk.mul_, head_norm)
         do(s.pairs.mul_, s.cis)

@@ -157,11 +157,10 @@ class Sampler:
                                  device=dev)
         first = torch.arange(2 * slots * g, device=dev).view(2, slots, g) * length
         self.first_place = first.permute(1, 2, 0).contiguous()  # where a slot's k and v heads begin
-        self.span = torch.arange(length, device=dev)
         self.cis = torch.complex(*rope_tables(c, length, dev))[:, None, None]                   # [T,1,1,D/2]
         self.state = torch.zeros(2, slots, dtype=torch.int64, device=dev)   # position; cell in tokens, probs
         self.live, self.token = torch.zeros_like(self.state)                # live: 1 while the row counts
-        self.arena = {}                                 # scratch memory that programs share; x is `hidden`
+        self.span, self.arena = torch.arange(length, device=dev), {}   # memory that programs share; x: hidden
         self.hidden = self.fused.buffers(self.arena, slots, length).x.zero_()
         self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
         self.options = torch.ones(4, slots, 1, device=dev)      # temperature, top_k, top_p, whether greedy
