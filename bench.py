@@ -18,6 +18,7 @@ import json
 import re
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -50,8 +51,8 @@ def medians(pairs):
     return (*map(statistics.median, zip(*pairs, strict=True)), statistics.median(y / x for x, y in pairs))
 
 
-def turns(ours, peer, repeats, device):
-    """Calls two functions alternately, after one warm-up of each -> `medians` of their seconds."""
+def turns(functions, repeats, device):
+    """Calls the functions in turn, after one warm-up of each -> their seconds, a list a turn."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def timed(f):
@@ -61,14 +62,14 @@ def turns(ours, peer, repeats, device):
         f()
         wait()
         return time.perf_counter() - start
-    return medians([(timed(ours), timed(peer)) for _ in range(repeats + 1)][1:])
+    return [[timed(f) for f in functions] for _ in range(repeats + 1)][1:]
 
 
 def limits(device, dtype):
     """(matrix-product FLOP/s at 1,024^3, copy bytes/s) of this machine now."""
     a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
     big, other = (torch.empty(2 ** 26, device=device) for _ in range(2))
-    product, copied, _ = turns(lambda: linear(a, b), lambda: other.copy_(big), 10, device)
+    product, copied, _ = medians(turns((lambda: linear(a, b), lambda: other.copy_(big)), 10, device))
     return 2 * 1024 ** 3 / product, 2 * big.nbytes / copied
 
 
@@ -123,43 +124,42 @@ class Bench:
         self.flops, self.bandwidth = limits(device, self.dtype)
         print(f"{size} {self.dtype}: {self.flops / 1e9:.0f} GFLOP/s, memory {self.bandwidth / 1e9:.0f} GB/s")
 
-    def compare(self, name, tokens, ours, peer, flops=0, memory=False):
-        """One case in tokens/s; `flops` is the work of ours -> (seconds of ours, of the peer)."""
-        a, b, ratio = turns(ours, peer, self.repeats, self.device)
-        more = {"matmul_share": flops / a / self.flops} if flops else {}
-        if memory:
-            more |= {"ours_mib": peak_mib(self.device, ours), "peer_mib": peak_mib(self.device, peer)}
+    def rates(self, name, tokens, pairs, flops=0, **more):
+        """One case in tokens/s from pairs of seconds, ours and the peer's; `flops` is the work of ours."""
+        a, b, ratio = medians(pairs)
+        more = ({"matmul_share": flops / a / self.flops} if flops else {}) | more
         show(self.cases, name, "tok/s", tokens / a, tokens / b, ratio, **more)
-        return a, b
+
+    def memory(self, ours, peer):
+        return {"ours_mib": peak_mib(self.device, ours), "peer_mib": peak_mib(self.device, peer)}
 
 
 def bench_sampler(b):
-    """Prefill (one new token), the whole, and decode: what the other tokens add."""
+    """Prefill (one new token), the whole, and decode: what the other tokens add, of the same turn."""
     rows, length = 32, 30 if b.size == "tiny" else 100
-    prompts, decode = random_ids(rows, length, b.shape["vocab_size"]), []
+    prompts = random_ids(rows, length, b.shape["vocab_size"])
     ids = torch.tensor(prompts, device=b.device)
     sampler = Sampler(b.ours, [], b.shape["vocab_size"], rows, b.dtype)
 
     def ours(new):
         sampler.generate(prompts, list(range(rows)), 1, 0, 0, Sampling(max_new_tokens=new))
-        decode.append(sampler.stats["decode_s"])
 
     @torch.inference_mode()
     def peer(new):
         b.peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
                         min_new_tokens=new, max_new_tokens=new, pad_token_id=0)
 
-    _, first = b.compare(f"{b.size} prefill {rows} x {length}", rows * length, lambda: ours(1),
-                         lambda: peer(1), flops=rows * length * matmul_flops(b.shape, False))
     for new in (60,) if b.size == "tiny" else (32, 128):
-        decode.clear()
-        _, whole = b.compare(f"{b.size} whole {rows} x {length} + {new}", rows * new,
-                             lambda new=new: ours(new), lambda new=new: peer(new), memory=True)
-        seconds, tokens = statistics.median(decode[1:]), rows * new
-        show(b.cases, f"{b.size} decode {rows} x {length} + {new}", "tok/s", tokens / seconds,
-             tokens / (whole - first), (whole - first) / seconds, ms_per_step=1e3 * seconds / new,
-             bandwidth_share=sum(p.nbytes for p in b.peer.parameters()) * new / seconds / b.bandwidth,
-             matmul_share=tokens * matmul_flops(b.shape) / seconds / b.flops)
+        times = turns([partial(f, n) for n in (1, new) for f in (ours, peer)], b.repeats, b.device)
+        added, tokens = [(c - a, d - b) for a, b, c, d in times], rows * (new - 1)
+        case, a = f"{rows} x {length} + {new}", medians(added)[0]
+        b.rates(f"{b.size} prefill {rows} x {length}", rows * length, [t[:2] for t in times],
+                rows * length * matmul_flops(b.shape, False))
+        b.rates(f"{b.size} whole {case}", rows * new, [t[2:] for t in times],
+                **b.memory(partial(ours, new), partial(peer, new)))
+        b.rates(f"{b.size} decode {case}", tokens, added, tokens * matmul_flops(b.shape),
+                ms_per_step=1e3 * a / (new - 1), bandwidth_share=sum(
+                    p.nbytes for p in b.peer.parameters()) * (new - 1) / a / b.bandwidth)
 
     def prefill(samples):
         sampler.generate(prompts[:4], [0, 1, 2, 3], samples, 0, 0, Sampling(max_new_tokens=1))
@@ -182,8 +182,9 @@ def refill_case(b):
         return [len(r.tokens) for i in range(0, 256, n) for r in sampler.generate(
             prompts[i:i + n], range(i, i + n), 1, 0, 0, Sampling(max_new_tokens=caps[i // n]))]
     lengths = torch.tensor(generate(sampler, 256, 400)).view(8, 32)
-    b.compare("256 ragged through 32 slots (peer: lock-step)", int(lengths.sum()),
-              lambda: generate(sampler, 256, 400), lambda: generate(lock_step, 32, *lengths.amax(1).tolist()))
+    b.rates("256 ragged through 32 slots (peer: lock-step)", int(lengths.sum()), turns(
+        (lambda: generate(sampler, 256, 400), lambda: generate(lock_step, 32, *lengths.amax(1).tolist())),
+        b.repeats, b.device))
 
 
 def bench_learner(b):
@@ -198,10 +199,10 @@ def bench_learner(b):
         prompts = random_ids(rows // shared, prompt, b.shape["vocab_size"])
         responses = [random_ids(1, n, b.shape["vocab_size"], seed=n)[0] for n in lengths]
         batch = pack(prompts, [i // shared for i in range(rows)], responses).to(b.device)
-        b.compare(f"{b.size} fwd+bwd {name}", sum(lengths) + prompt * rows,
-                  learner_pass(b.ours, batch, b.dtype),
-                  plain_pass(b.peer, [prompts[i // shared] + r for i, r in enumerate(responses)], prompt),
-                  flops=3 * (len(batch.tokens) * body + len(batch.targets) * (whole - body)), memory=True)
+        both = (learner_pass(b.ours, batch, b.dtype),
+                plain_pass(b.peer, [prompts[i // shared] + r for i, r in enumerate(responses)], prompt))
+        b.rates(f"{b.size} fwd+bwd {name}", sum(lengths) + prompt * rows, turns(both, b.repeats, b.device),
+                3 * (len(batch.tokens) * body + len(batch.targets) * (whole - body)), **b.memory(*both))
 
 
 def learner_pass(model, batch, dtype):

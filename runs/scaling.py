@@ -69,7 +69,7 @@ def measure(cfg, device, cases):
             batch = pack(bench.random_ids(-(-count // k), PROMPT, 512), [i // k for i in range(count)],
                          bench.random_ids(count, length, 512)).to(device)
             run = bench.learner_pass(model, batch, torch.float32)
-            seconds, _, _ = bench.turns(run, run, cfg.repeats, device)
+            seconds, *_ = bench.medians(bench.turns((run, run), cfg.repeats, device))
             micro = 1e6 * seconds / len(batch.tokens)
             flops = learner_flops(shape, length, k, count) / len(batch.tokens)
             first = first or (micro, flops)
