@@ -32,7 +32,8 @@ def test_turns_alternate_and_the_ratio_is_the_median_of_pairs(monkeypatch):
         calls.append(name)
         now[0] += seconds[name][(len(calls) - 1) // 2]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
-    ours, peer, ratio = bench.turns(lambda: call("ours"), lambda: call("peer"), 5, torch.device("cpu"))
+    ours, peer, ratio = bench.medians(
+        bench.turns((lambda: call("ours"), lambda: call("peer")), 5, torch.device("cpu")))
     assert calls == ["ours", "peer"] * 6
     assert (ours, peer, ratio) == (2, 6, 3)         # pairs: 3, 1, 5, 2, 5; medians of all: 6 / 2 = 3
 
@@ -43,7 +44,7 @@ def test_median_of_ratios_is_not_the_ratio_of_medians(monkeypatch):
 
     def call():
         now[0] += next(seconds)
-    assert bench.turns(call, call, 3, torch.device("cpu")) == (2, 4, 1)     # pairs 10, 1, 1
+    assert bench.medians(bench.turns((call, call), 3, torch.device("cpu"))) == (2, 4, 1)    # pairs 10, 1, 1
 
 
 @pytest.mark.parametrize("what", ["sampler", "learner"])
@@ -64,6 +65,19 @@ def test_the_file_has_name_ours_peer_ratio_of_every_case(tmp_path, monkeypatch, 
         assert case["name"].startswith(f"tiny {name}") and case["ours"] > 0 and case["peer"] > 0
         rate = case["ours"] / case["peer"] if case["unit"] == "tok/s" else case["ratio"]     # ms: two pairs
         assert case["ratio"] == pytest.approx(rate) and case["ratio"] > 0
+
+
+def test_decode_is_what_the_tokens_after_the_first_add(monkeypatch):
+    """For both sides: 60 tokens in 7 s and one in 1 s are 59 in 6 s; the peer's 25 s and 7 s make 18."""
+    cases = []
+    monkeypatch.setattr(bench, "limits", lambda device, dtype: (1e9, 1e9))
+    b = bench.Bench("tiny", bench.Config("sampler", repeats=3), torch.device("cpu"), cases)
+    monkeypatch.setattr(bench, "turns", lambda functions, *_: [[1, 7, 7, 25]] * 3)
+    monkeypatch.setattr(bench, "refill_case", lambda b: None)
+    bench.bench_sampler(b)
+    decode, = (case for case in cases if "decode" in case["name"])
+    assert (decode["ours"], decode["peer"], decode["ratio"]) == (32 * 59 / 6, 32 * 59 / 18, 3)
+    assert decode["ms_per_step"] == pytest.approx(6000 / 59)
 
 
 def test_both_models_hold_the_same_weights(monkeypatch):
