@@ -163,7 +163,8 @@ class Sampler:
         self.span, self.arena = torch.arange(length, device=dev), {}   # memory that programs share; x: hidden
         self.hidden = self.fused.buffers(self.arena, slots, length).x.zero_()
         self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
-        self.options = torch.ones(4, slots, 1, device=dev)      # temperature, top_k, top_p, whether greedy
+        # temperature, top_k, top_p, whether greedy; the probability of the last token
+        self.options, self.chosen = torch.ones(4, slots, 1, device=dev), torch.ones(slots, 1, device=dev)
         self.tokens, self.probs, self.noise = (torch.zeros(cells + 1, dtype=t, device=dev)
                                                for t in (torch.int64, torch.float32, torch.float64))
         self.size = size
@@ -173,7 +174,7 @@ class Sampler:
         """Program: hidden [n,E] -> the next token and its probability, to `token` and the row's cell."""
         program, fused, cell, token = Program(), self.fused, self.state[1, :n], self.token[:n]
         do, logits, p, u = program.do, self.logits[:n], self.p[:n], self.noise.new_empty(n, 1)
-        kept, chosen, (temperature, top_k, top_p, is_greedy) = p, p.new_empty(n, 1), self.options[:, :n]
+        kept, chosen, (temperature, top_k, top_p, is_greedy) = p, self.chosen[:n], self.options[:, :n]
         fused.logits(do, fused.buffers(self.arena, n), logits)
         if scaled:
             do(logits.div_, temperature)
@@ -367,11 +368,11 @@ class _Run:
 
     def check(self, sampler, n):
         """Looks at the tokens since the last look; finished rows give up their slots. -> whether any did.
-        When every step is checked, most checks only ask whether it brought an end."""
+        When every step is checked, most checks only ask whether it brought an end or NaN."""
         job, alive, k = self.job[:n], self.alive[:n], sampler.check_every
         self.lag, self.used, self.least = self.lag + k, self.used + k, self.least - k
         if k == 1 and self.lag < LOOK and self.least > 0 and not self.on_tokens:
-            if sampler.eos_ids.isdisjoint(sampler.token[:n].tolist()):
+            if sampler.eos_ids.isdisjoint(sampler.token[:n].tolist()) and sampler.chosen[:n].sum() > 0:
                 return False
         k, self.lag = self.lag, 0
         cells = torch.from_numpy(self.cell[:n, None] + np.arange(k)).to(sampler.device)

@@ -370,7 +370,7 @@ def test_nan_logits_name_step_and_row(tiny):
     for sampling in (Sampling(max_new_tokens=40), Sampling(0, max_new_tokens=40)):
         with pytest.raises(ValueError, match="step 12, row 31: the logits are NaN"):
             sampler.generate([[5], [77], [6]], [30, 31, 32], 2, 0, 12, sampling)
-        assert sampler.stats["decode_steps"] <= sample_file.LOOK
+        assert sampler.stats["decode_steps"] < 3
     assert len(sampler.generate([[5]], [0], 1, 0, 0, Sampling(max_new_tokens=4))[0].tokens) == 4
     with pytest.raises(ValueError, match="NaN"):        # it fills the cache beyond what comes next
         sampler.generate([[77] * 40], [0], 2, 0, 0, Sampling(max_new_tokens=3))
