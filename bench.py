@@ -124,21 +124,21 @@ class Bench:
         self.flops, self.bandwidth = limits(device, self.dtype)
         print(f"{size} {self.dtype}: {self.flops / 1e9:.0f} GFLOP/s, memory {self.bandwidth / 1e9:.0f} GB/s")
 
-    def rates(self, name, tokens, pairs, flops=0, **more):
-        """One case in tokens/s from pairs of seconds, ours and the peer's; `flops` is the work of ours."""
+    def rates(self, name, tokens, pairs, flops=0, memory=(), **more):
+        """One case in tokens/s from pairs of seconds, ours and the peer's; `flops`: the work of ours; `memory`:
+        both functions, to measure their peaks."""
         a, b, ratio = medians(pairs)
         more = ({"matmul_share": flops / a / self.flops} if flops else {}) | more
+        for side, f in zip(("ours", "peer"), memory):
+            more[f"{side}_mib"] = peak_mib(self.device, f)
         show(self.cases, name, "tok/s", tokens / a, tokens / b, ratio, **more)
-
-    def memory(self, ours, peer):
-        return {"ours_mib": peak_mib(self.device, ours), "peer_mib": peak_mib(self.device, peer)}
 
 
 def bench_sampler(b):
     """Prefill (one new token), the whole, and decode: what the other tokens add, of the same turn."""
     rows, length = 32, 30 if b.size == "tiny" else 100
     prompts = random_ids(rows, length, b.shape["vocab_size"])
-    ids = torch.tensor(prompts, device=b.device)
+    ids, weights = torch.tensor(prompts, device=b.device), sum(p.nbytes for p in b.peer.parameters())
     sampler = Sampler(b.ours, [], b.shape["vocab_size"], rows, b.dtype)
 
     def ours(new):
@@ -149,17 +149,17 @@ def bench_sampler(b):
         b.peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
                         min_new_tokens=new, max_new_tokens=new, pad_token_id=0)
 
-    for new in (60,) if b.size == "tiny" else (32, 128):
-        times = turns([partial(f, n) for n in (1, new) for f in (ours, peer)], b.repeats, b.device)
-        added, tokens = [(c - a, d - b) for a, b, c, d in times], rows * (new - 1)
-        case, a = f"{rows} x {length} + {new}", medians(added)[0]
-        b.rates(f"{b.size} prefill {rows} x {length}", rows * length, [t[:2] for t in times],
-                rows * length * matmul_flops(b.shape, False))
-        b.rates(f"{b.size} whole {case}", rows * new, [t[2:] for t in times],
-                **b.memory(partial(ours, new), partial(peer, new)))
-        b.rates(f"{b.size} decode {case}", tokens, added, tokens * matmul_flops(b.shape),
-                ms_per_step=1e3 * a / (new - 1), bandwidth_share=sum(
-                    p.nbytes for p in b.peer.parameters()) * (new - 1) / a / b.bandwidth)
+    counts = (1, 60) if b.size == "tiny" else (1, 32, 128)
+    times = turns([partial(f, n) for n in counts for f in (ours, peer)], b.repeats, b.device)
+    first, *rest = ([turn[i:i + 2] for turn in times] for i in range(0, 2 * len(counts), 2))
+    b.rates(f"{b.size} prefill {rows} x {length}", rows * length, first,
+            rows * length * matmul_flops(b.shape, False))
+    for new, whole in zip(counts[1:], rest, strict=True):
+        added = [[w - f for w, f in zip(*pairs, strict=True)] for pairs in zip(whole, first, strict=True)]
+        case, steps, step = f"{rows} x {length} + {new}", new - 1, medians(added)[0] / (new - 1)
+        b.rates(f"{b.size} whole {case}", rows * new, whole, memory=[partial(f, new) for f in (ours, peer)])
+        b.rates(f"{b.size} decode {case}", rows * steps, added, rows * steps * matmul_flops(b.shape),
+                ms_per_step=1e3 * step, bandwidth_share=weights / step / b.bandwidth)
 
     def prefill(samples):
         sampler.generate(prompts[:4], [0, 1, 2, 3], samples, 0, 0, Sampling(max_new_tokens=1))
@@ -202,7 +202,7 @@ def bench_learner(b):
         both = (learner_pass(b.ours, batch, b.dtype),
                 plain_pass(b.peer, [prompts[i // shared] + r for i, r in enumerate(responses)], prompt))
         b.rates(f"{b.size} fwd+bwd {name}", sum(lengths) + prompt * rows, turns(both, b.repeats, b.device),
-                3 * (len(batch.tokens) * body + len(batch.targets) * (whole - body)), **b.memory(*both))
+                3 * (len(batch.tokens) * body + len(batch.targets) * (whole - body)), memory=both)
 
 
 def learner_pass(model, batch, dtype):

@@ -137,7 +137,7 @@ class Sampler:
         self.dtype = dtype or (torch.bfloat16 if cuda else model.head_weight.dtype)
         self.vocab_limit, self.eos_ids = min(vocab_limit, self.config.vocab_size), frozenset(eos_ids)
         self.max_len, self.slots = max_len or self.config.max_position_embeddings, slots
-        # steps between two checks; steps of T
+        # decoding steps between two checks; T is a multiple of `columns`
         self.check_every, self.columns, self.capture = (LOOK, 256, cuda_capture) if cuda else (1, 16, None)
         self.fused, self.size, self.stats = Fused(model, self.vocab_limit, self.dtype), (0, 0, 0), {}
 
@@ -164,7 +164,7 @@ class Sampler:
         self.hidden = self.fused.buffers(self.arena, slots, length).x.zero_()
         self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
         # temperature, top_k, top_p, whether greedy; the probability of the last token
-        self.options, self.chosen = torch.ones(4, slots, 1, device=dev), torch.ones(slots, 1, device=dev)
+        self.options, self.chosen = torch.ones(4, slots, 1, device=dev), torch.ones(slots, device=dev)
         self.tokens, self.probs, self.noise = (torch.zeros(cells + 1, dtype=t, device=dev)
                                                for t in (torch.int64, torch.float32, torch.float64))
         self.size = size
@@ -174,7 +174,7 @@ class Sampler:
         """Program: hidden [n,E] -> the next token and its probability, to `token` and the row's cell."""
         program, fused, cell, token = Program(), self.fused, self.state[1, :n], self.token[:n]
         do, logits, p, u = program.do, self.logits[:n], self.p[:n], self.noise.new_empty(n, 1)
-        kept, chosen, (temperature, top_k, top_p, is_greedy) = p, self.chosen[:n], self.options[:, :n]
+        kept, chosen, (temperature, top_k, top_p, is_greedy) = p, self.chosen[:n, None], self.options[:, :n]
         fused.logits(do, fused.buffers(self.arena, n), logits)
         if scaled:
             do(logits.div_, temperature)
@@ -372,7 +372,7 @@ class _Run:
         job, alive, k = self.job[:n], self.alive[:n], sampler.check_every
         self.lag, self.used, self.least = self.lag + k, self.used + k, self.least - k
         if k == 1 and self.lag < LOOK and self.least > 0 and not self.on_tokens:
-            if sampler.eos_ids.isdisjoint(sampler.token[:n].tolist()) and sampler.chosen[:n].sum() > 0:
+            if sampler.eos_ids.isdisjoint(sampler.token[:n].tolist()) and sum(sampler.chosen.tolist()) > 0:
                 return False
         k, self.lag = self.lag, 0
         cells = torch.from_numpy(self.cell[:n, None] + np.arange(k)).to(sampler.device)

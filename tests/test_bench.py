@@ -76,8 +76,15 @@ def test_decode_is_what_the_tokens_after_the_first_add(monkeypatch):
     monkeypatch.setattr(bench, "refill_case", lambda b: None)
     bench.bench_sampler(b)
     decode, = (case for case in cases if "decode" in case["name"])
+    assert [case["name"].split()[1] for case in cases] == ["prefill", "whole", "decode", "prefill"]
     assert (decode["ours"], decode["peer"], decode["ratio"]) == (32 * 59 / 6, 32 * 59 / 18, 3)
     assert decode["ms_per_step"] == pytest.approx(6000 / 59)
+    cases.clear()
+    b.size = "0.6B"         # two lengths, one prefill
+    monkeypatch.setattr(bench, "turns", lambda functions, *_: [[1, 7, 5, 17, 9, 71]] * 3)
+    monkeypatch.setattr(bench, "peak_mib", lambda device, f: 1.0)
+    bench.bench_sampler(b)
+    assert [case["ratio"] for case in cases[:-1]] == [7, 17 / 5, 10 / 4, 71 / 9, 64 / 8]
 
 
 def test_both_models_hold_the_same_weights(monkeypatch):
