@@ -125,8 +125,8 @@ class Bench:
         print(f"{size} {self.dtype}: {self.flops / 1e9:.0f} GFLOP/s, memory {self.bandwidth / 1e9:.0f} GB/s")
 
     def rates(self, name, tokens, pairs, flops=0, memory=(), **more):
-        """One case in tokens/s from pairs of seconds, ours and the peer's. flops: the work of ours; memory: both
-        functions, to measure their peaks."""
+        """One case in tokens/s from pairs of seconds, ours and the peer's. flops: the work of ours; memory:
+        both functions, to measure their peaks."""
         a, b, ratio = medians(pairs)
         more = ({"matmul_share": flops / a / self.flops} if flops else {}) | more
         for side, f in zip(("ours", "peer"), memory):
