@@ -59,14 +59,13 @@ def summarize(records, samples, k_list=None):
     spread = sum((c / n - mean) ** 2 for c in right.values()) / max(prompts - 1, 1)
     half = 1.959964 * math.sqrt(spread / prompts)
     noise = sum(c * (n - c) for c in right.values()) / (n * (n - 1) * prompts) if n > 1 else None
-    return out | {
-        "pass@1_ci95": [max(mean - half, 0.0), min(mean + half, 1.0)],
-        "decoding_noise": None if noise is None else math.sqrt(noise / (n * prompts)),
-        "truncation": sum(r["finish"] != "stop" for r in records) / len(records),
-        "mean_length": sum(r["length"] for r in records) / len(records),
-        "right": kinds["right"], "wrong": kinds["wrong"], "unparsed": kinds["unparsed"],
-        "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": n,
-        "per_prompt": [[row, n, c] for row, c in sorted(right.items())]}
+    return out | {"pass@1_ci95": [max(mean - half, 0.0), min(mean + half, 1.0)],
+                  "decoding_noise": None if noise is None else math.sqrt(noise / (n * prompts)),
+                  "truncation": sum(r["finish"] != "stop" for r in records) / len(records),
+                  "mean_length": sum(r["length"] for r in records) / len(records),
+                  "right": kinds["right"], "wrong": kinds["wrong"], "unparsed": kinds["unparsed"],
+                  "errors": kinds["error"] + kinds["timeout"], "prompts": prompts, "samples": n,
+                  "per_prompt": [[row, n, c] for row, c in sorted(right.items())]}
 
 
 def longest_prompt(source, problems, rows, tokenizer, thinking, config):
@@ -220,9 +219,8 @@ def main(cfg):
         if out:
             write_rows(out / "responses.jsonl", records)
             write_json(out / "summary.json", summary)
-        distributed.print0(f"{table(summary)}\n{time.time() - started:.1f} s"
-                           + (f", {len(done)} responses from before" if done else "")
-                           + (f", results in {cfg.out}" if cfg.out else ""))
+        more = f", {len(done)} responses from before" * bool(done) + f", results in {cfg.out}" * bool(cfg.out)
+        distributed.print0(f"{table(summary)}\n{time.time() - started:.1f} s{more}")
 
 
 if __name__ == "__main__":

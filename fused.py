@@ -155,6 +155,7 @@ class Fused:
             gate_up=take("gate_up", *((2, n) if self.paired else (n, 2)), c.intermediate_size),
             inner=take("inner", n, c.intermediate_size), seen=take("seen", *masks, dtype=torch.bool),
             mask=take("mask", *masks), scores=take("scores", n * g, h, columns * self.products))
+        s.turned = take("turned", *s.scores.mT.shape)
         s.q, s.k, s.v, s.narrow = s.qkv[:, :, :h], s.qkv[:, :, h], s.qkv[:, :, h + 1], s.qkv[:, :, :h + 1]
         # norms and rotation are fp32, beside 16 bits in memory of their own
         s.y32, s.qk = (fp32("y32", *s.y.shape), fp32("qk", *s.narrow.shape)) if self.half else (s.y, s.narrow)
@@ -221,7 +222,11 @@ class Fused:
         as that many queries."""
         if self.products:
             q, k, v = (x.view(-1, *x.shape[2:]) for x in (s.q, k, v))       # never a copy
-            do(torch.baddbmm, s.mask.flatten(0, 1), q, k.mT, alpha=self.head_dim ** -0.5, out=s.scores)
+            mask, turn = s.mask.flatten(0, 1), self.head_dim >= 128     # MKL: then faster the other way round
+            a, b, add, out = (k, q, mask.mT, s.turned) if turn else (q, k, mask, s.scores)
+            do(torch.baddbmm, add, a, b.mT, alpha=self.head_dim ** -0.5, out=out)
+            if turn:
+                do(s.scores.copy_, out.mT)
             do(torch.softmax, s.scores, -1, out=s.scores)
             do(torch.bmm, s.scores, v, out=s.attended.flatten(0, 1))
         elif self.flash:

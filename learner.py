@@ -153,9 +153,6 @@ def make_optimizer(model, cfg):
 def update_minibatches(step, count, cfg):
     """Global response indices of each update of a rollout: all, or seeded mini-batches every epoch."""
     for epoch in range(cfg.epochs):
-        if cfg.updates_per_rollout == 1:
-            yield set(range(count))
-            continue
         order = np.random.default_rng([cfg.seed, step, epoch]).permutation(count).tolist()
         size = count // cfg.updates_per_rollout
         yield from (set(order[u * size:(u + 1) * size]) for u in range(cfg.updates_per_rollout))

@@ -34,7 +34,7 @@ BASE = {"model_type": "qwen3", "vocab_size": 131, "hidden_size": 46, "intermedia
         "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 97, "tie_word_embeddings": True}
 CONFIGS = {"tied, batched products": {},
            "untied, 4 query heads per key, wide heads": {
-               "tie_word_embeddings": False, "num_attention_heads": 8, "head_dim": 66, "vocab_size": 137}}
+               "tie_word_embeddings": False, "num_attention_heads": 8, "head_dim": 130, "vocab_size": 137}}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 22, "num_attention_heads": 2, "num_key_value_heads": 1}
 LIMIT = 127                             # ids 127.. exist in the output layer only
 LENGTHS = 3, 1, 17, 9, 1, 32, 5, 11, 2, 7, 50
