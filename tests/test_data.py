@@ -6,7 +6,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -237,9 +236,7 @@ def test_local_paths_open_no_socket(tmp_path, no_network, monkeypatch):
     assert len(load("owner/name.jsonl")) == len(load("owner/name")) == 11
     for missing in ("nothing.jsonl", "owner/missing", "other/train.jsonl", "a/b/c", "gsm8k",
                     tmp_path / "gone", "./a/b", "~/a/b"):
-        started = time.perf_counter()
         refused(str(missing), missing, FileNotFoundError)
-        assert time.perf_counter() - started < 0.5
 
 
 def test_hub_name_is_asked_once_and_failure_is_one_line(tmp_path, monkeypatch):
@@ -258,22 +255,27 @@ def test_hub_name_is_asked_once_and_failure_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_million_rows_in_little_memory(tmp_path):
-    """100,000 rows, to be quick: no second copy of the texts, and no more than 25 us a row."""
+    """100,000 rows, to be quick: no second copy of the texts, at most 45 calls a row (of Python or C: unlike
+    seconds the same on a busy machine), and nothing that grows with the rows before."""
     path, n, filler = tmp_path / "big.jsonl", 100_000, "x" * 300
     with open(path, "w") as file:
         for i in range(n):
             file.write(f'{{"question": "{i:09} {filler}", "answer": "{i % 97}"}}\n')
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc")
-    code = f"""import re, time, data, reward
+    code = f"""import collections, re, sys, data, reward
 def kib(key): return int(re.search(key + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1])
-before, started = kib("VmRSS"), time.process_time()
+before, events = kib("VmRSS"), collections.Counter()
+def count(frame, event, argument): events[event] += 1
+sys.setprofile(count)
 problems = data.load_problems({str(path)!r}, read_label=reward.read_label)
-print(len(problems), (kib("VmHWM") - before) / 1024, time.process_time() - started)"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+sys.setprofile(None)
+print(len(problems), (kib("VmHWM") - before) / 1024, events["call"] + events["c_call"])"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+                          timeout=60)                   # takes 3 s; a list searched row by row takes minutes
     out = done.stdout.split()
     texts = n * (310 + 49) / 2 ** 20                     # MiB of str objects of 310 characters
-    assert int(out[0]) == n and float(out[1]) < 1.6 * texts and float(out[2]) < n * 30e-6, out
+    assert int(out[0]) == n and float(out[1]) < 1.6 * texts and int(out[2]) < 45 * n, out
 
 
 # ------------------------------------------------------------------------------------------------ prompts
