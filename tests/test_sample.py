@@ -16,6 +16,7 @@ from transformers import TextStreamer
 
 import data
 import fused as fused_file
+import reward
 import sample as sample_file
 from fused import Fused, now
 from model import ModelConfig, Qwen3, load_model, pack
@@ -172,6 +173,25 @@ def test_logps_are_the_learners(model):
         ours = torch.tensor([x for r in responses for x in r.logps])
         torch.testing.assert_close(ours, logp, rtol=0, atol=1e-5 / temperature)    # an error of the logits
         assert all(len(r.tokens) == len(r.logps) for r in responses)
+
+
+def test_logps_of_the_embedded_model_are_as_exact_as_the_learners():
+    """Against fp64: the logits of a trained model are larger, so fp32 itself is off by up to 1e-5 there."""
+    folder = "tiny/model"
+    model, tokenizer = load_model(folder), data.load_tokenizer(folder)
+    problems = data.load_problems("tiny/train.jsonl", read_label=reward.read_label)
+    prompts = [data.prompt_ids(tokenizer, problems[i].question) for i in range(37)]
+    limit = data.vocab_limit(tokenizer)
+    responses = Sampler(model, data.eos_ids(folder, tokenizer), limit, slots=23).generate(
+        prompts, range(37), 5, 0, 0, Sampling(max_new_tokens=61))
+    batch = pack(prompts, [i // 5 for i in range(185)], [r.tokens for r in responses])
+    with torch.no_grad():
+        learner, exact = model(batch, 1.0, limit)[0].double(), model.double()(batch, 1.0, limit)[0]
+    ours = torch.tensor([x for r in responses for x in r.logps], dtype=torch.float64)
+    off, off_learner, gap = (ours - exact).abs(), (learner - exact).abs(), (ours - learner).abs()
+    assert exact.dtype == torch.float64 and len(exact) > 2000
+    assert off.mean() < 1.5 * off_learner.mean() and off.max() < 4e-5, (off.mean(), off.max())
+    assert gap.mean() < 5e-7 and (gap < 1e-5).double().mean() > 0.999
 
 
 def test_cut_choices_report_the_full_distribution(tiny):
