@@ -225,8 +225,7 @@ def plain_pass(model, sequences, prompt):
 
     def run():
         logits = model(ids, attention_mask=(at < lengths).long(), use_cache=False).logits[:, :-1].float()
-        logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        logp[answer].mean().backward()
+        logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][answer].mean().backward()
         model.zero_grad(set_to_none=True)
     return run
 

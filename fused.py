@@ -114,8 +114,6 @@ class Fused:
         self.model, self.config, self.dtype, self.half = model, c, dtype, dtype != torch.float32
         self.vocab_limit, self.chunk = vocab_limit, min(vocab_limit, chunk)
         self.width = -(-vocab_limit // self.chunk) * self.chunk
-        self.groups, self.head_dim = c.num_key_value_heads, c.head_dim
-        self.queries = c.num_attention_heads // self.groups     # H/G, of each key head
         # what eps adds to the length of a vector: to x as one more column, to a head by hypot
         self.eps, self.head_eps = (torch.tensor((size * c.rms_norm_eps) ** 0.5, device=self.device)
                                    for size in (c.hidden_size, c.head_dim))
@@ -140,7 +138,8 @@ class Fused:
         """Memory for n rows, to `attend` over that many columns, and each view of it that the kernels take.
         Calls with one `arena` (a dict) share memory: the first must have the most rows and columns. Only x
         outlives a program."""
-        c, g, h, d = self.config, self.groups, self.queries, self.head_dim
+        c, g, d = self.config, self.config.num_key_value_heads, self.config.head_dim
+        h = c.num_attention_heads // g                              # query heads of each key head
 
         def take(name, *shape, dtype=self.dtype):
             new = torch.empty(math.prod(shape), dtype=dtype, device=self.device)
@@ -222,9 +221,9 @@ class Fused:
         as that many queries."""
         if self.products:
             q, k, v = (x.view(-1, *x.shape[2:]) for x in (s.q, k, v))       # never a copy
-            mask, turn = s.mask.flatten(0, 1), self.head_dim >= 128     # MKL: then faster the other way round
+            mask, turn = s.mask.flatten(0, 1), self.config.head_dim >= 128  # MKL: then faster this way
             a, b, add, out = (k, q, mask.mT, s.turned) if turn else (q, k, mask, s.scores)
-            do(torch.baddbmm, add, a, b.mT, alpha=self.head_dim ** -0.5, out=out)
+            do(torch.baddbmm, add, a, b.mT, alpha=self.config.head_dim ** -0.5, out=out)
             if turn:
                 do(s.scores.copy_, out.mT)
             do(torch.softmax, s.scores, -1, out=s.scores)

@@ -153,6 +153,5 @@ def make_optimizer(model, cfg):
 def update_minibatches(step, count, cfg):
     """Global response indices of each update of a rollout: all, or seeded mini-batches every epoch."""
     for epoch in range(cfg.epochs):
-        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(count).tolist()
-        size = count // cfg.updates_per_rollout
-        yield from (set(order[u * size:(u + 1) * size]) for u in range(cfg.updates_per_rollout))
+        order = np.random.default_rng([cfg.seed, step, epoch]).permutation(count)
+        yield from map(set, order.reshape(cfg.updates_per_rollout, -1).tolist())

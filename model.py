@@ -160,6 +160,10 @@ def attention(q, k, v, batch):
     if kernel:
         keys, *lengths = layout["varlen"]
         return kernel[1](q, k[keys], v[keys], *lengths)
+    if q.is_cpu and not len(batch.select) and q.numel() > 2 ** 14 * len(batch.q_lens):  # long prompts only
+        one = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        heads = ([s.transpose(0, 1)[None] for s in x.split(batch.q_lens)] for x in (q, k, v))
+        return torch.cat([one(*qkv)[0].transpose(0, 1) for qkv in zip(*heads, strict=True)])
     if "padded" not in layout:
         layout["padded"] = list(_padded_layout(batch, q.device))
     for q_index, k_index, mask, keep in layout["padded"]:
@@ -194,7 +198,7 @@ def onednn(dtype=torch.float32):
 
 
 class _OneDNNLinear(torch.autograd.Function):
-    """x [N,in] w^T in fp32 on a CPU, and both gradients."""
+    """x [N,in] w^T in fp32 on a CPU, and both gradients, that of w by its shorter side."""
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
@@ -204,8 +208,7 @@ class _OneDNNLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        dw = onednn()(x.T, g.T).T if w.shape[1] < len(w) else onednn()(g.T, x.T)    # by the shorter side
-        return onednn()(g, w.T), dw
+        return onednn()(g, w.T), onednn()(x.T, g.T).T if w.shape[1] < len(w) else onednn()(g.T, x.T)
 
 
 def linear(x, w):

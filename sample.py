@@ -202,7 +202,7 @@ class Sampler:
         fused.embed(do, s, self.token[:n])
         for layer, cache in zip(fused.layers, self.cache, strict=True):
             fused.project(do, s, layer)
-            do(cache.view(-1, fused.head_dim).index_put_, (place,), s.qkv[:, :, -2:])
+            do(cache.view(-1, self.config.head_dim).index_put_, (place,), s.qkv[:, :, -2:])
             fused.attend(do, s, *cache[:, :n, :, :used], position)
             fused.finish(do, s, layer)
         do(self.state[:, :n].add_, self.live[:n])
