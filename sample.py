@@ -239,7 +239,7 @@ class Sampler:
                 if layer is fused.layers[-1]:
                     x, y, s = s.x[tails], y[tails], fused.buffers({}, len(tails))
                     s.x.copy_(x)
-                s.attended.copy_(y)
+                s.attended = y
                 fused.finish(now, s, layer)
             parts = stored.split(batch.q_lens, 3)
             run.prefilled = dict(zip(range(p, last), zip(parts, s.x, strict=True), strict=True))
