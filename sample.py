@@ -219,11 +219,11 @@ class Sampler:
 
     # ---- prefill and admission
     def _prefill(self, run, p):
-        """Runs prompt p, packed with the next ones (up to 2,048 tokens), unless that was done before.
+        """Runs prompt p, packed with the next ones (up to 1,024 tokens), unless that was done before.
         -> its keys and values [L,2,G,P,D] and last hidden state [E]"""
         if p not in run.prefilled:
             began, c, last = time.perf_counter(), self.config, p + 1
-            while last < len(run.prompts) and sum(map(len, run.prompts[p:last + 1])) <= 2048:
+            while last < len(run.prompts) and sum(map(len, run.prompts[p:last + 1])) <= 1024:
                 last += 1
             batch = pack(run.prompts[p:last], [], []).to(self.device)
             stored = torch.empty(c.num_hidden_layers, 2, c.num_key_value_heads, len(batch.tokens), c.head_dim,

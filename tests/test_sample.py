@@ -664,7 +664,7 @@ def test_prompts_are_prefilled_once_and_in_bounded_batches(tiny, monkeypatch):
     monkeypatch.setattr(sample_file, "pack", lambda p, *rest: batches.append(p) or real(p, *rest))
     prompts = random_prompts([90] * 50)
     Sampler(tiny, [], LIMIT, slots=7).generate(prompts, range(50), 3, 0, 0, Sampling(max_new_tokens=2))
-    assert [len(b) for b in batches] == [22, 22, 6]                       # 22 * 90 <= 2,048
+    assert [len(b) for b in batches] == [11, 11, 11, 11, 6]               # 11 * 90 <= 1,024
 
 
 # ---------------------------------------------------------------------------------------------- command line
