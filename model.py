@@ -160,7 +160,8 @@ def attention(q, k, v, batch):
     if kernel:
         keys, *lengths = layout["varlen"]
         return kernel[1](q, k[keys], v[keys], *lengths)
-    if q.is_cpu and not len(batch.select) and q.numel() > 2 ** 14 * len(batch.q_lens):  # long prompts only
+    # long prompts without responses (prefill): one by one is faster than padded, above all if lengths differ
+    if q.is_cpu and not len(batch.select) and q.numel() > 2 ** 14 * len(batch.q_lens):
         one = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         heads = ([s.transpose(0, 1)[None] for s in x.split(batch.q_lens)] for x in (q, k, v))
         return torch.cat([one(*qkv)[0].transpose(0, 1) for qkv in zip(*heads, strict=True)])
@@ -208,7 +209,7 @@ class _OneDNNLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        return onednn()(g, w.T), onednn()(x.T, g.T).T if w.shape[1] < len(w) else onednn()(g.T, x.T)
+        return onednn()(g, w.T), (onednn()(x.T, g.T).T if w.shape[1] < len(w) else onednn()(g.T, x.T))
 
 
 def linear(x, w):
