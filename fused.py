@@ -134,17 +134,19 @@ class Fused:
         self.layers = [layers[i:i + 7] for i in range(0, len(layers), 7)]
         self.paired = self.layers[0][5].ndim == 3               # are gate and up a pair [2,E,I]?
 
+    def take(self, arena, name, *shape, dtype=None):
+        """Memory of that name in `arena` (a dict), kept from call to call: a larger one only where needed."""
+        new = torch.empty(math.prod(shape), dtype=dtype or self.dtype, device=self.device)
+        arena[name] = max(arena.get(name, new), new, key=len)                       # the old one if both fit
+        return arena[name][:len(new)].view(shape)
+
     def buffers(self, arena, n, columns=0):
         """Memory for n rows, to `attend` over that many columns, and each view of it that the kernels take.
-        Calls with one `arena` (a dict) share memory: the first must have the most rows and columns. Only x
-        outlives a program."""
+        Calls with one `arena` share memory: for programs the first must have the most rows and columns. Only
+        x outlives a program."""
         c, g, d = self.config, self.config.num_key_value_heads, self.config.head_dim
-        h = c.num_attention_heads // g                              # query heads of each key head
-
-        def take(name, *shape, dtype=self.dtype):
-            new = torch.empty(math.prod(shape), dtype=dtype, device=self.device)
-            return arena.setdefault(name, new)[:len(new)].view(shape)
-        fp32, masks = partial(take, dtype=torch.float32), (n, g if self.products else 1, 1, columns)
+        take, fp32 = (partial(self.take, arena, dtype=dtype) for dtype in (None, torch.float32))
+        h, masks = c.num_attention_heads // g, (n, g if self.products else 1, 1, columns)  # h: per key head
         x_eps = take("x", n, c.hidden_size + 16)[:, :c.hidden_size + 1]         # rows start on a cache line
         x_eps[:, -1] = self.eps
         s = SimpleNamespace(

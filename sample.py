@@ -160,7 +160,8 @@ class Sampler:
         self.cis = torch.complex(*rope_tables(c, length, dev))[:, None, None]                   # [T,1,1,D/2]
         self.state = torch.zeros(2, slots, dtype=torch.int64, device=dev)   # position; cell in tokens, probs
         self.live, self.token = torch.zeros_like(self.state)                # live: 1 while the row counts
-        self.span, self.arena = torch.arange(length, device=dev), {}   # memory that programs share; x: hidden
+        # memory: `arena` of the programs, `packed` of prefill (kept: from the system it comes page by page)
+        self.span, self.arena, self.packed = torch.arange(length, device=dev), {}, {}   # x of arena: hidden
         self.hidden = self.fused.buffers(self.arena, slots, length).x.zero_()
         self.logits, self.p = torch.empty(2, slots, self.fused.width, device=dev)
         # temperature, top_k, top_p, whether greedy; the probability of the last token
@@ -222,26 +223,25 @@ class Sampler:
         """Runs prompt p, packed with the next ones (up to 1,024 tokens), unless that was done before.
         -> its keys and values [L,2,G,P,D] and last hidden state [E]"""
         if p not in run.prefilled:
-            began, c, last = time.perf_counter(), self.config, p + 1
+            began, c, fused, last = time.perf_counter(), self.config, self.fused, p + 1
             while last < len(run.prompts) and sum(map(len, run.prompts[p:last + 1])) <= 1024:
                 last += 1
             batch = pack(run.prompts[p:last], [], []).to(self.device)
-            stored = torch.empty(c.num_hidden_layers, 2, c.num_key_value_heads, len(batch.tokens), c.head_dim,
-                                 dtype=self.dtype, device=self.device)
-            tails, fused = (torch.tensor(batch.q_lens).cumsum(0) - 1).to(self.device), self.fused
-            s = fused.buffers({}, len(batch.tokens))
+            tails, n = (torch.tensor(batch.q_lens).cumsum(0) - 1).to(self.device), len(batch.tokens)
+            kvs = fused.take(self.packed, "kv", c.num_hidden_layers, 2, c.num_key_value_heads, n, c.head_dim)
+            s = fused.buffers(self.packed, n)
             torch.index_select(self.cis, 0, batch.positions, out=s.cis)
             fused.embed(now, s, batch.tokens)
-            for layer, kv in zip(fused.layers, stored, strict=True):
+            for layer, kv in zip(fused.layers, kvs, strict=True):
                 fused.project(now, s, layer)
-                kv[0], kv[1] = s.k.transpose(0, 1), s.v.transpose(0, 1)
+                kv.copy_(s.qkv[:, :, -2:].permute(2, 1, 0, 3))
                 y = attention(s.q.flatten(1, 2), s.k, s.v, batch).view(len(s.q), *s.q.shape[1:])
                 if layer is fused.layers[-1]:
-                    x, y, s = s.x[tails], y[tails], fused.buffers({}, len(tails))
+                    x, y, s = s.x[tails], y[tails], fused.buffers(self.packed, len(tails))
                     s.x.copy_(x)
                 s.attended = y
                 fused.finish(now, s, layer)
-            parts = stored.split(batch.q_lens, 3)
+            parts = kvs.split(batch.q_lens, 3)
             run.prefilled = dict(zip(range(p, last), zip(parts, s.x, strict=True), strict=True))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
