@@ -150,6 +150,16 @@ def _padded_layout(batch, device, limit=2 ** 24):
             yield q_index.to(device), k_index.to(device), mask, keep.to(device)
 
 
+def _query_blocks(batch, size=32):
+    """As `_padded_layout`, for prompts alone: blocks of queries, each with the keys up to its last one, since
+    PyTorch's attention on a CPU computes what a mask hides. Slices: nothing is copied or padded."""
+    seen = torch.ones(size, max(batch.q_lens) + size, dtype=torch.bool).tril_(max(batch.q_lens))
+    for begin, n in zip(accumulate(batch.q_lens, initial=0), batch.q_lens, strict=False):
+        for i, j in ((i, min(i + size, n)) for i in range(0, n, size)):     # query i sees keys up to i
+            yield ((None, slice(begin + i, begin + j)), (None, slice(begin, begin + j)),
+                   seen[:j - i, -size - i:][:, :j], slice(None))
+
+
 def attention(q, k, v, batch):
     """Causal attention inside each segment. q [N,H,D], k and v [N,G,D] -> [N,H,D]."""
     kernel, layout, out = varlen_kernel(q.device, q.dtype), batch.layout, []
@@ -160,14 +170,12 @@ def attention(q, k, v, batch):
     if kernel:
         keys, *lengths = layout["varlen"]
         return kernel[1](q, k[keys], v[keys], *lengths)
-    # long prompts without responses (prefill): one by one is faster than padded, above all if lengths differ
-    if q.is_cpu and not len(batch.select) and q.numel() > 2 ** 14 * len(batch.q_lens):
-        one = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        heads = ([s.transpose(0, 1)[None] for s in x.split(batch.q_lens)] for x in (q, k, v))
-        return torch.cat([one(*qkv)[0].transpose(0, 1) for qkv in zip(*heads, strict=True)])
-    if "padded" not in layout:
-        layout["padded"] = list(_padded_layout(batch, q.device))
-    for q_index, k_index, mask, keep in layout["padded"]:
+    # long prompts without responses (prefill) on a CPU in blocks; the rest padded, in few products
+    blocks = q.is_cpu and not len(batch.select) and q.numel() > 2 ** 14 * len(batch.q_lens)
+    name = "blocks" if blocks else "padded"
+    if name not in layout:
+        layout[name] = list(_query_blocks(batch) if blocks else _padded_layout(batch, q.device))
+    for q_index, k_index, mask, keep in layout[name]:
         heads = (x[i].transpose(1, 2) for x, i in ((q, q_index), (k, k_index), (v, k_index)))      # [s,H,Q,D]
         o = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         out.append(o.transpose(1, 2).flatten(0, 1)[keep])

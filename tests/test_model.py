@@ -207,8 +207,8 @@ def test_varlen_kernel_equals_padded_path(monkeypatch, changes):
     assert_gradients_close(gradients(model, weighted(logp)), want, 1e-12)
 
 
-def test_long_prompts_are_attended_one_by_one():
-    """Without padding, as the padded path does it, and both as softmax(q k^T / sqrt(D)) v in fp64."""
+def test_long_prompts_are_attended_in_blocks():
+    """As the padded path does it, and both as softmax(q k^T / sqrt(D)) v in fp64."""
     generator, lengths = torch.Generator().manual_seed(0), [211, 1, 97]
     batch = pack([[7] * n for n in lengths], [], [])
     q, k, v = (torch.randn(sum(lengths), heads, 62, generator=generator, requires_grad=True) for heads in (6, 3, 3))
@@ -217,10 +217,10 @@ def test_long_prompts_are_attended_one_by_one():
         packed = dataclasses.replace(batch, select=select, layout={})
         out = model_file.attention(q, k, v, packed)
         return out, torch.autograd.grad(out.square().sum(), (q, k, v)), "padded" in packed.layout
-    (alone, grads, padded), (other, others, was_padded) = attend(batch.select), attend(torch.zeros(1))
+    (blocks, grads, padded), (other, others, was_padded) = attend(batch.select), attend(torch.zeros(1))
     assert was_padded and not padded
     torch.testing.assert_close(grads, others, rtol=1e-4, atol=1e-4)
-    for a, b, c, one, two in zip(*(x.double().split(lengths) for x in (q, k, v, alone, other)), strict=True):
+    for a, b, c, one, two in zip(*(x.double().split(lengths) for x in (q, k, v, blocks, other)), strict=True):
         scores = torch.einsum("qhd,khd->hqk", a, b.repeat_interleave(2, 1)) / 62 ** 0.5
         p = scores.masked_fill(torch.ones(len(a), len(a)).triu(1).bool(), -torch.inf).softmax(-1)
         exact = torch.einsum("hqk,khd->qhd", p, c.repeat_interleave(2, 1))
