@@ -91,7 +91,6 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
     which every rank has: one without responses runs a single token with weight 0.
     """
     micro = batch.micro_batches(rows, cfg.max_tokens_per_device)
-    use_kl_loss = ALGORITHMS[cfg.algo].kl == "loss" and logp_ref is not None
     sums = Counter()
     for number, part in enumerate(micro or [None]):
         wait = number + 1 < len(micro) and isinstance(learner, DistributedDataParallel)
@@ -104,16 +103,15 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
             logp, entropy = forward(learner, batch, part, cfg, vocab_limit)
             old = logp.detach() if logp_old is None else logp_old[part]
             token_loss, clipped = clipped_surrogate(logp, old, advantages[part], mask, cfg.clip)
-            pg_loss = response_mean(token_loss, mask, total)
-            loss = pg_loss
+            loss = pg_loss = response_mean(token_loss, mask, total)
             if logp_ref is not None:
                 k2 = kl_k2(logp, logp_ref[part], mask)
                 sums["ref_k1"] += kl_k1(logp, logp_ref[part], mask).sum().detach()
                 sums["ref_k2"] += k2.sum().detach()
-            if use_kl_loss:
-                kl_loss = response_mean(k2, mask, total)
-                sums["kl_loss"] += kl_loss.detach()
-                loss = pg_loss + cfg.kl_coef * kl_loss
+                if ALGORITHMS[cfg.algo].kl == "loss":
+                    kl_loss = response_mean(k2, mask, total)
+                    sums["kl_loss"] += kl_loss.detach()
+                    loss = pg_loss + cfg.kl_coef * kl_loss
             (loss * distributed.world_size()).backward()
         sums["pg_loss"] += pg_loss.detach()
         sums["loss"] += loss.detach()

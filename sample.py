@@ -241,8 +241,7 @@ class Sampler:
                     s.x.copy_(x)
                 s.attended = y
                 fused.finish(now, s, layer)
-            parts = kvs.split(batch.q_lens, 3)
-            run.prefilled = dict(zip(range(p, last), zip(parts, s.x, strict=True), strict=True))
+            run.prefilled = dict(enumerate(zip(kvs.split(batch.q_lens, 3), s.x, strict=True), p))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.stats["prefill_tokens"] += len(batch.tokens)

@@ -305,9 +305,8 @@ def train_step(run, step):
     logp_ref = reference_logp(run, batch)
     clock("t_ref")
     # with one update per rollout the old log-probs are the current ones; only k1 needs them before the update
-    logp_old = None
-    if algo.kl == "reward" or cfg.updates_per_rollout * cfg.epochs > 1:
-        logp_old = batch_logp(run.model, batch, cfg, run.vocab_limit)
+    before = algo.kl == "reward" or cfg.updates_per_rollout * cfg.epochs > 1
+    logp_old = batch_logp(run.model, batch, cfg, run.vocab_limit) if before else None
     clock("t_old")
     advantages, returns, stats = compute_advantages(
         cfg.algo, batch.rewards, batch.mask, batch.group, cfg.samples_per_prompt, logp_old,
