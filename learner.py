@@ -90,8 +90,7 @@ def accumulate_gradients(learner, batch, rows, advantages, logp_old, logp_ref, t
     over ranks, so each loss is multiplied by the world size; it synchronizes once, in the last micro-batch,
     which every rank has: one without responses runs a single token with weight 0.
     """
-    micro = batch.micro_batches(rows, cfg.max_tokens_per_device)
-    sums = Counter()
+    micro, sums = batch.micro_batches(rows, cfg.max_tokens_per_device), Counter()
     for number, part in enumerate(micro or [None]):
         wait = number + 1 < len(micro) and isinstance(learner, DistributedDataParallel)
         with learner.no_sync() if wait else contextlib.nullcontext():   # before the forward

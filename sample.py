@@ -228,8 +228,9 @@ class Sampler:
                 last += 1
             batch = pack(run.prompts[p:last], [], []).to(self.device)
             tails, n = (torch.tensor(batch.q_lens).cumsum(0) - 1).to(self.device), len(batch.tokens)
-            kvs = fused.take(self.packed, "kv", c.num_hidden_layers, 2, c.num_key_value_heads, n, c.head_dim)
-            s = fused.buffers(self.packed, n)
+            kept = self.packed if n <= 1024 else {}             # the memory of a longer prompt is given back
+            kvs = fused.take(kept, "kv", c.num_hidden_layers, 2, c.num_key_value_heads, n, c.head_dim)
+            s = fused.buffers(kept, n)
             torch.index_select(self.cis, 0, batch.positions, out=s.cis)
             fused.embed(now, s, batch.tokens)
             for layer, kv in zip(fused.layers, kvs, strict=True):
@@ -237,7 +238,7 @@ class Sampler:
                 kv.copy_(s.qkv[:, :, -2:].permute(2, 1, 0, 3))
                 y = attention(s.q.flatten(1, 2), s.k, s.v, batch).view(len(s.q), *s.q.shape[1:])
                 if layer is fused.layers[-1]:
-                    x, y, s = s.x[tails], y[tails], fused.buffers(self.packed, len(tails))
+                    x, y, s = s.x[tails], y[tails], fused.buffers(kept, len(tails))
                     s.x.copy_(x)
                 s.attended = y
                 fused.finish(now, s, layer)

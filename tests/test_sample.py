@@ -669,18 +669,19 @@ def test_prompts_are_prefilled_once_and_in_bounded_batches(tiny, monkeypatch):
 
 def test_memory_of_prefill_is_kept_and_keeps_nothing(tiny):
     """Packs of 3 to 1,021 tokens, smaller and larger in turn, on the same memory: each response is that of a
-    sampler of its own, and a second call takes no new memory."""
-    prompts = random_prompts([90, 400, 3, 400, 400, 400, 300, 5, 400, 13, 400, 400, 7])
-    sampler, pick = Sampler(tiny, [], LIMIT, slots=4, max_len=500), Sampling(max_new_tokens=3)
-    first = sampler.generate(prompts, range(13), 1, 0, 0, pick)
+    sampler of its own, and a second call takes no new memory. That of a prompt above 1,024 is not kept."""
+    prompts = random_prompts([90, 400, 3, 400, 400, 400, 300, 5, 1025, 400, 13, 400, 400, 7])
+    sampler, pick = Sampler(tiny, [], LIMIT, slots=4, max_len=1100), Sampling(max_new_tokens=3)
+    first = sampler.generate(prompts, range(14), 1, 0, 0, pick)
     for response, ids in zip(first, prompts, strict=True):
-        alone = Sampler(tiny, [], LIMIT, max_len=500).generate([ids], [response.row], 1, 0, 0, pick)[0]
+        alone = Sampler(tiny, [], LIMIT, max_len=1100).generate([ids], [response.row], 1, 0, 0, pick)[0]
         compare(response, alone)
     kept = {name: memory.data_ptr() for name, memory in sampler.packed.items()}
     again = sampler.generate(prompts[:5], range(5), 1, 0, 0, pick)
     for response, expected in zip(again, first[:5], strict=True):
         compare(response, expected)
     assert {name: memory.data_ptr() for name, memory in sampler.packed.items()} == kept and "kv" in kept
+    assert len(sampler.packed["y"]) < 1025 * tiny.config.hidden_size
 
 
 # ---------------------------------------------------------------------------------------------- command line
