@@ -27,7 +27,8 @@ from fused import Fused, Program, now
 from model import Qwen3, attention, load_model, local_folder, pack, rope_tables
 
 BELOW_ONE = 1 - 2.0 ** -52          # the largest u for which u * total always rounds to less than the total
-LOOK = 16                           # steps, at most, until somebody looks at the tokens
+# tokens of one prefill (but for a longer prompt); steps, at most, until somebody looks at the tokens
+PACK, LOOK = 1024, 16
 
 
 # ------------------------------------------------------------------------------------------ requests, results
@@ -220,15 +221,15 @@ class Sampler:
 
     # ---- prefill and admission
     def _prefill(self, run, p):
-        """Runs prompt p, packed with the next ones (up to 1,024 tokens), unless that was done before.
+        """Runs prompt p, packed with the next ones (up to PACK tokens), unless that was done before.
         -> its keys and values [L,2,G,P,D] and last hidden state [E]"""
         if p not in run.prefilled:
             began, c, fused, last = time.perf_counter(), self.config, self.fused, p + 1
-            while last < len(run.prompts) and sum(map(len, run.prompts[p:last + 1])) <= 1024:
+            while last < len(run.prompts) and sum(map(len, run.prompts[p:last + 1])) <= PACK:
                 last += 1
             batch = pack(run.prompts[p:last], [], []).to(self.device)
             tails, n = (torch.tensor(batch.q_lens).cumsum(0) - 1).to(self.device), len(batch.tokens)
-            kept = self.packed if n <= 1024 else {}             # the memory of a longer prompt is given back
+            kept = self.packed if n <= PACK else {}             # the memory of a longer prompt is given back
             kvs = fused.take(kept, "kv", c.num_hidden_layers, 2, c.num_key_value_heads, n, c.head_dim)
             s = fused.buffers(kept, n)
             torch.index_select(self.cis, 0, batch.positions, out=s.cis)

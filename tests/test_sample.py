@@ -668,7 +668,7 @@ def test_prompts_are_prefilled_once_and_in_bounded_batches(tiny, monkeypatch):
 
 
 def test_memory_of_prefill_is_kept_and_keeps_nothing(tiny):
-    """Packs of 3 to 1,021 tokens, smaller and larger in turn, on the same memory: each response is that of a
+    """Packs of 305 to 1,025 tokens, smaller and larger in turn, on the same memory: each response is that of a
     sampler of its own, and a second call takes no new memory. That of a prompt above 1,024 is not kept."""
     prompts = random_prompts([90, 400, 3, 400, 400, 400, 300, 5, 1025, 400, 13, 400, 400, 7])
     sampler, pick = Sampler(tiny, [], LIMIT, slots=4, max_len=1100), Sampling(max_new_tokens=3)
